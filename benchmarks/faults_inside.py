@@ -1,8 +1,9 @@
-"""A training run whose actors do, when a file in the run's folder asks for it, what nobody outside can do to them.
+"""A training run whose actors do, when a file in the run's folder asks for it, what nobody outside
+can do to them.
 
-`benchmarks/faults.py` starts it in place of the training command. Ray sends classes of the main module by value, so
-what they change is in the ranks and engines alone. They have the names of the classes that they stand for: process
-titles name them.
+`benchmarks/faults.py` starts it in place of the training command. Ray sends classes of the main
+module by value, so what they change is in the ranks and engines alone. They have the names of the
+classes that they stand for: process titles name them.
 """
 
 from __future__ import annotations
@@ -106,14 +107,19 @@ class RolloutEngine(engine.RolloutEngine):
 _FRAMES = tuple(f"inside_frame_{how}" for how in ("lost", "twice", "flipped", "late", "old"))
 
 
-def _spoiled(frame: str, worker: Any, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an engine gets: the second tensor of an update is not there, comes twice or late, or is another one."""
+def _spoiled(
+    frame: str, worker: Any, stream: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an engine gets: the second tensor of an update is not there, comes twice or late, or is
+    another one."""
     for number, (name, tensor) in enumerate(stream):
         if number != 1:
             yield name, tensor
             continue
         before, worker.second = getattr(worker, "second", tensor), tensor.clone()
-        sent = {"inside_frame_flipped": _flipped(tensor), "inside_frame_old": before}.get(frame, tensor)
+        sent = {"inside_frame_flipped": _flipped(tensor), "inside_frame_old": before}.get(
+            frame, tensor
+        )
         if frame == "inside_frame_late":
             time.sleep(_SLOW_S)
         yield from [(name, sent)] * {"inside_frame_lost": 0, "inside_frame_twice": 2}.get(frame, 1)

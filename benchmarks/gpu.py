@@ -1,10 +1,13 @@
-"""The record of what ran on a GPU, from the JSON of ``tests/gpu/run.py`` and of the FP8 study, and text made from it.
+"""The record of what ran on a GPU, from the JSON of ``tests/gpu/run.py`` and of the FP8 study, and
+text made from it.
 
-    python benchmarks/gpu.py --output benchmarks/results/gpu_h200.json --run first=FOLDER "commit abc" --run ...
+    python benchmarks/gpu.py --output benchmarks/results/gpu_h200.json --run first=FOLDER "commit
+    abc" --run ...
 
 A FOLDER has the files that ``--output`` of ``tests/gpu/run.sh`` wrote and, in ``study/``, that of
-``examples/scripts/fp8_study.sh``; the words beside it say which code ran. Kept are hardware, versions, settings, and of
-every check its status, its seconds and what it measured, without lists of log-probs and without repeats of timings.
+``examples/scripts/fp8_study.sh``; the words beside it say which code ran. Kept are hardware,
+versions, settings, and of every check its status, its seconds and what it measured, without lists
+of log-probs and without repeats of timings.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ _DROPPED = ("logprobs", "gpus_afterwards", "calls", "output", "bundle", "load_av
 
 
 _NOTES = (
-    "TransformerEngine 2.11.0 was built on the machine and is not among the versions, which are read before it is on "
-    "the path. In processes with its layers cuDNN was torch's libcudnn.so 9.19 with the system's 9.14 for the rest "
-    "(patches/transformer_engine_cudnn.py, written afterwards)."
+    "TransformerEngine 2.11.0 was built on the machine and is not among the versions, which are "
+    "read before it is on the path. In processes with its layers cuDNN was torch's libcudnn.so "
+    "9.19 with the system's 9.14 for the rest (patches/transformer_engine_cudnn.py, written "
+    "afterwards)."
 )
 
 
-# ---- the record -----------------------------------------------------------------------------------------------------
+# ---- the record
+# --------------------------------------------------------------------------------------------------
 
 
 def made(runs: dict[str, tuple[Path, str]]) -> dict[str, Any]:
@@ -53,11 +58,19 @@ def made(runs: dict[str, tuple[Path, str]]) -> dict[str, Any]:
             report = json.loads(file.read_text())
             for key in ("hardware", "versions"):
                 if found.setdefault(key, report[key]) != report[key]:
-                    raise ValueError(f"{file} is of another machine or of other versions: {report[key]}")
+                    raise ValueError(
+                        f"{file} is of another machine or of other versions: {report[key]}"
+                    )
             run["started"] = min(report["started"], run.get("started", report["started"]))
             # what a call did not run again is in the report of the one that ran it
-            ran = {name: check for name, check in report["checks"].items() if check["status"] != "passed before"}
-            checks |= {name.removeprefix("tests.gpu."): _outcome(check) for name, check in ran.items()}
+            ran = {
+                name: check
+                for name, check in report["checks"].items()
+                if check["status"] != "passed before"
+            }
+            checks |= {
+                name.removeprefix("tests.gpu."): _outcome(check) for name, check in ran.items()
+            }
         run["checks"] = checks
         if (study := folder / "study/study.json").exists():
             report = json.loads(study.read_text())
@@ -68,8 +81,16 @@ def made(runs: dict[str, tuple[Path, str]]) -> dict[str, Any]:
 
 
 def _outcome(check: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: _slim(check[key]) for key in ("status", "seconds", "measured", "gpu") if check.get(key) is not None}
-    lines = [line for line in str(check.get("error") or "").splitlines() if "Error: " in line or "not " in line]
+    kept = {
+        key: _slim(check[key])
+        for key in ("status", "seconds", "measured", "gpu")
+        if check.get(key) is not None
+    }
+    lines = [
+        line
+        for line in str(check.get("error") or "").splitlines()
+        if "Error: " in line or "not " in line
+    ]
     return kept | ({"error": lines[-1][:300]} if lines else {})
 
 
@@ -92,7 +113,8 @@ _WALKS = {
 """Of ``benchmarks/head.py``: title, products, the way of all logits, whose extra memory."""
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text
+# --------------------------------------------------------------------------------------------------
 
 
 def _measured(check: str, run: str = "first") -> dict[str, Any]:
@@ -115,13 +137,14 @@ def machine() -> str:
     checks = [check for run in found["runs"].values() for check in run["checks"].values()]
     cells = list(found["runs"]["second"]["study"]["cells"].values())
     return record.wrapped(
-        f"One {gpu['name']} ({gpu['power.limit']}, driver {gpu['driver_version']}), Python {versions['python']}, torch "
-        f"{versions['torch']}, TransformerEngine 2.11.0, megatron-core {versions['megatron-core']}, without vLLM, Ray "
-        f"and a network. In {len(found['runs'])} calls {_count(checks, 'passed')} checks of `tests/gpu` passed (some "
-        f"twice) and {_count(checks, 'failed')} failed; of {len(cells)} cells of the FP8 study "
-        f"{_count(cells, 'passed')} passed "
-        f"and {_count(cells, 'failed')} failed, and for {_count(cells, 'not run')} there was no time "
-        f"(`benchmarks/results/{NAME}`, with every error)."
+        f"One {gpu['name']} ({gpu['power.limit']}, driver {gpu['driver_version']}), Python "
+        f"{versions['python']}, torch {versions['torch']}, TransformerEngine 2.11.0, "
+        f"megatron-core {versions['megatron-core']}, without vLLM, Ray and a network. In "
+        f"{len(found['runs'])} calls {_count(checks, 'passed')} checks of `tests/gpu` passed "
+        f"(some twice) and {_count(checks, 'failed')} failed; of {len(cells)} cells of the FP8 "
+        f"study {_count(cells, 'passed')} passed and {_count(cells, 'failed')} failed, and for "
+        f"{_count(cells, 'not run')} there was no time (`benchmarks/results/{NAME}`, with every "
+        "error)."
     )
 
 
@@ -138,27 +161,35 @@ def layers() -> str:
     head = _measured("head:against_fp64")["error_of_largest_entry"]["torch.float32"]
     fp32 = max(family["logprob_nats"] for family in parity.values())
     gradient = max(family["worst_gradient"]["relative_error"] for family in parity.values())
-    return record.wrapped("\n".join([
-        f"- Plain layers in fp32 against transformers, {', '.join(parity)}: log-probs within {fp32:.1e} nats, the "
-        f"worst gradient within {gradient:.1e}; three steps against a CPU's: loss within {steps['loss_relative']:.0e}.",
-        f"- TransformerEngine's layers in bf16 against fp32: log-probs differ by {_nats(bf16['none'])} nats on "
-        f"average, gradients by {bf16['none']['gradient_relative']:.1%}; our plain layers in bf16 by "
-        f"{_nats(bf16['plain in bf16'])} nats and {bf16['plain in bf16']['gradient_relative']:.1%}. Every recompute "
-        "mode gives the same log-probs.",
-        f"- `megatron.rope_fusion`: {_nats(rope['on against fp32'])} nats from fp32, {_nats(rope['off against fp32'])} "
-        "without it.",
-        f"- {optimizer['picked']['class']} is what Megatron picks; its step is torch's AdamW's to "
-        f"{optimizer['picked']['weight_max_abs_difference']:.1e} of a change of "
-        f"{optimizer['picked']['weight_max_abs_change']:.1e}.",
-        f"- {packs['packs']} packs of unlike shapes, twice: the same bits, memory grew by "
-        f"{packs['second_pass_grew_bytes'] / 1024:.0f} KiB the second time. The slowest took "
-        f"{packs['first_seconds_max']:.1f} s the first time, half of them less than "
-        f"{packs['first_seconds_median']:.3f} s.",
-        f"- Head in Triton against float64: log-prob within {head['logprob']:.0e}, entropy within "
-        f"{head['entropy']:.0e}; indices beyond int32; compute-sanitizer found nothing.",
-        f"- Micro-batches of {len(waits['seconds'])} losses and variants of them never wait for the device (torch's "
-        "sync debug mode at `error`).",
-    ]))  # fmt: skip
+    return record.wrapped(
+        "\n".join(
+            [
+                f"- Plain layers in fp32 against transformers, {', '.join(parity)}: log-probs "
+                f"within {fp32:.1e} nats, the worst gradient within {gradient:.1e}; three steps "
+                f"against a CPU's: loss within {steps['loss_relative']:.0e}.",
+                "- TransformerEngine's layers in bf16 against fp32: log-probs differ by "
+                f"{_nats(bf16['none'])} nats on average, gradients by "
+                f"{bf16['none']['gradient_relative']:.1%}; our plain layers in bf16 by "
+                f"{_nats(bf16['plain in bf16'])} nats and "
+                f"{bf16['plain in bf16']['gradient_relative']:.1%}. Every recompute mode gives "
+                "the same log-probs.",
+                f"- `megatron.rope_fusion`: {_nats(rope['on against fp32'])} nats from fp32, "
+                f"{_nats(rope['off against fp32'])} without it.",
+                f"- {optimizer['picked']['class']} is what Megatron picks; its step is torch's "
+                f"AdamW's to {optimizer['picked']['weight_max_abs_difference']:.1e} of a change "
+                f"of {optimizer['picked']['weight_max_abs_change']:.1e}.",
+                f"- {packs['packs']} packs of unlike shapes, twice: the same bits, memory grew by "
+                f"{packs['second_pass_grew_bytes'] / 1024:.0f} KiB the second time. The slowest "
+                f"took {packs['first_seconds_max']:.1f} s the first time, half of them less than "
+                f"{packs['first_seconds_median']:.3f} s.",
+                f"- Head in Triton against float64: log-prob within {head['logprob']:.0e}, "
+                f"entropy within {head['entropy']:.0e}; indices beyond int32; compute-sanitizer "
+                "found nothing.",
+                f"- Micro-batches of {len(waits['seconds'])} losses and variants of them never "
+                "wait for the device (torch's sync debug mode at `error`).",
+            ]
+        )
+    )
 
 
 def _nats(found: dict[str, Any]) -> str:
@@ -167,35 +198,68 @@ def _nats(found: dict[str, Any]) -> str:
 
 def head() -> str:
     """Ratios to the products, seconds and memory."""
-    rows = [["tokens, shard of the vocabulary", "walk", "ms", "to its products", "extra memory, MiB", "all logits: ms",
-             "MiB"]]  # fmt: skip
+    rows = [
+        [
+            "tokens, shard of the vocabulary",
+            "walk",
+            "ms",
+            "to its products",
+            "extra memory, MiB",
+            "all logits: ms",
+            "MiB",
+        ]
+    ]
     for name, found in _measured("head:benchmark")["gpu"].items():
         if not name.startswith("tokens"):
             continue
         words = name.split()
         for walk, (title, products, full, memory) in _WALKS.items():
             extra, theirs = found[f"{memory}_extra_memory_mib"], found["seconds"].get(full)
-            ratio = found["ratio_to_1_product" if products == 1 else f"ratio_to_{products}_products"]
-            rows.append([
-                f"{int(words[1]):,}, 1/{words[-1]}", title, f"{1e3 * found['seconds'][walk]:.1f}",
-                f"{ratio[walk]['median']:.2f} of {products}", f"{extra[walk]:,.0f}",
-                "-" if theirs is None else f"{1e3 * theirs:.1f}", "-" if theirs is None else f"{extra[full]:,.0f}",
-            ])  # fmt: skip
+            ratio = found[
+                "ratio_to_1_product" if products == 1 else f"ratio_to_{products}_products"
+            ]
+            rows.append(
+                [
+                    f"{int(words[1]):,}, 1/{words[-1]}",
+                    title,
+                    f"{1e3 * found['seconds'][walk]:.1f}",
+                    f"{ratio[walk]['median']:.2f} of {products}",
+                    f"{extra[walk]:,.0f}",
+                    "-" if theirs is None else f"{1e3 * theirs:.1f}",
+                    "-" if theirs is None else f"{extra[full]:,.0f}",
+                ]
+            )
     return _table(*rows)
 
 
 def rank() -> str:
     """MFU and memory of a rank of 32B, beside plan's."""
     found = _measured("size:memory_and_mfu", "second")
-    rows = [["recompute", "tokens", "forward and backward, s", "MFU", "log-probs, s", "peak, GiB", "plan, GiB"]]
+    rows = [
+        [
+            "recompute",
+            "tokens",
+            "forward and backward, s",
+            "MFU",
+            "log-probs, s",
+            "peak, GiB",
+            "plan, GiB",
+        ]
+    ]
     for mode, megatron in modes():
         for tokens in (16384, 32768):
             cell = found[f"{tokens} tokens, recompute {mode}"]
-            rows.append([
-                mode, f"{tokens:,}", f"{cell['forward_backward_seconds']:.3f}", f"{cell['mfu']:.1%}",
-                f"{cell['logprobs_seconds']:.3f}", f"{cell['peak_allocated_bytes'] / GIB:.1f}",
-                f"{planned(tokens, megatron, found['states']) / GIB:.1f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    mode,
+                    f"{tokens:,}",
+                    f"{cell['forward_backward_seconds']:.3f}",
+                    f"{cell['mfu']:.1%}",
+                    f"{cell['logprobs_seconds']:.3f}",
+                    f"{cell['peak_allocated_bytes'] / GIB:.1f}",
+                    f"{planned(tokens, megatron, found['states']) / GIB:.1f}",
+                ]
+            )
     return _table(*rows)
 
 
@@ -213,10 +277,11 @@ def off() -> str:
             shares.append(lacks / (peak - states))
     return record.wrapped(
         f"Weights, gradients and optimizer take {states / GIB:.2f} GiB, "
-        f"{'to the byte what plan says' if exact else 'not what plan says'}. Plan's activations and head are "
-        f"{min(missing):.1f} to {max(missing):.1f} GiB too few, {min(shares):.1%} to {max(shares):.1%} of what is "
-        "above the states: presumably what the backward pass works in. The tenth of the activations that plan adds as "
-        "fragments, not in the table, is more."
+        f"{'to the byte what plan says' if exact else 'not what plan says'}. Plan's activations "
+        f"and head are {min(missing):.1f} to {max(missing):.1f} GiB too few, {min(shares):.1%} "
+        f"to {max(shares):.1%} of what is above the states: presumably what the backward pass "
+        "works in. The tenth of the activations that plan adds as fragments, not in the table, "
+        "is more."
     )
 
 
@@ -231,7 +296,8 @@ def modes() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> int:
-    """Bytes: states, activations, and the head's workspace, hidden states and gradient (a pack has 15/16 responses)."""
+    """Bytes: states, activations, and the head's workspace, hidden states and gradient (a pack has
+    15/16 responses)."""
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.shape import ModelShape
     from openrlhf_ext.options.sections import Megatron
@@ -245,15 +311,26 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
 
 def linear() -> str:
     """te.Linear and the emulation."""
-    rows = [["recipe", "emulation from te.Linear, at most", "emulation from exact products", "te.Linear from them"]]
+    rows = [
+        [
+            "recipe",
+            "emulation from te.Linear, at most",
+            "emulation from exact products",
+            "te.Linear from them",
+        ]
+    ]
     for name, cell in _cells().items():
         if name.startswith("linear/"):
             of = cell["measured"]
             last = of["micro_batches"][-1]
-            rows.append([
-                name.removeprefix("linear/"), f"{of['worst_against_peer']:.1e}",
-                f"{last['emulation_against_exact']['y']:.3e}", f"{last['peer_against_exact']['y']:.3e}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    name.removeprefix("linear/"),
+                    f"{of['worst_against_peer']:.1e}",
+                    f"{last['emulation_against_exact']['y']:.3e}",
+                    f"{last['peer_against_exact']['y']:.3e}",
+                ]
+            )
     return _table(*rows)
 
 
@@ -262,56 +339,82 @@ def products() -> str:
     found = _cells()["products/blockwise"]["measured"]
     rows = [["product", "TP", "inputs x outputs", "FP8, ms", "BF16, ms", "BF16 / FP8"]]
     rows += [
-        [of["name"], str(of["ranks"]), f"{of['inputs']} x {of['outputs']}", f"{1e3 * of['step_seconds']:.2f}",
-         f"{1e3 * of['bf16_step_seconds']:.2f}", f"{of['ratio']:.2f}"]
+        [
+            of["name"],
+            str(of["ranks"]),
+            f"{of['inputs']} x {of['outputs']}",
+            f"{1e3 * of['step_seconds']:.2f}",
+            f"{1e3 * of['bf16_step_seconds']:.2f}",
+            f"{of['ratio']:.2f}",
+        ]
         for of in found["rows"]
-    ]  # fmt: skip
+    ]
     rows.append(["all together", "", "", "", "", f"**{found['ratio_of_sums']:.2f}**"])
     return _table(*rows)
 
 
 def eight() -> str:
     """Eight layers through the policy."""
-    cells = {name: cell["measured"] for name, cell in _cells().items() if name.startswith("layers/")}
+    cells = {
+        name: cell["measured"] for name, cell in _cells().items() if name.startswith("layers/")
+    }
     plain = cells["layers/bf16/8192"]
-    rows = [["layers", "train, tokens/s", "to BF16", "log-probs, tokens/s", "to BF16", "allocated, GiB", "loss"]]
+    rows = [
+        [
+            "layers",
+            "train, tokens/s",
+            "to BF16",
+            "log-probs, tokens/s",
+            "to BF16",
+            "allocated, GiB",
+            "loss",
+        ]
+    ]
     for name, of in cells.items():
-        rows.append([
-            name.split("/")[1], f"{of['train_tokens_per_second']:,.0f}",
-            f"{of['train_tokens_per_second'] / plain['train_tokens_per_second']:.2f}",
-            f"{of['logprobs_tokens_per_second']:,.0f}",
-            f"{of['logprobs_tokens_per_second'] / plain['logprobs_tokens_per_second']:.2f}",
-            f"{of['step_allocated_bytes'] / GIB:.1f}", f"{of['loss']:.4f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name.split("/")[1],
+                f"{of['train_tokens_per_second']:,.0f}",
+                f"{of['train_tokens_per_second'] / plain['train_tokens_per_second']:.2f}",
+                f"{of['logprobs_tokens_per_second']:,.0f}",
+                f"{of['logprobs_tokens_per_second'] / plain['logprobs_tokens_per_second']:.2f}",
+                f"{of['step_allocated_bytes'] / GIB:.1f}",
+                f"{of['loss']:.4f}",
+            ]
+        )
     return _table(*rows)
 
 
 def sync() -> str:
     """CUDA IPC and checksums."""
-    ipc, killed, sums = (_measured(f"transport:{name}") for name in ("ipc", "killed_sender", "checksums"))
+    ipc, killed, sums = (
+        _measured(f"transport:{name}") for name in ("ipc", "killed_sender", "checksums")
+    )
     segments = _measured("transport:expandable_segments")["expandable_segments"]
     return record.wrapped(
-        f"On one H200 (`benchmarks/results/{NAME}`), between two processes: CUDA IPC moved {ipc['sent_mib']:,.0f} MiB "
-        f"at {ipc['gb_per_s']:.0f} GB/s through the staging buffers; a receiver that died was named after "
-        f"{ipc['died_engine_named_s']:.1f} s, a sender that died was noticed after {killed['noticed_s']:.2f} s. The "
-        f"checksums run at {sums['gb_per_s']:.0f} GB/s. With expandable segments CUDA IPC {segments['on']} too. NCCL "
-        "was not reached: its check failed on torch 2.11's `Work.exception`, which the checks go around by now; they "
-        "have not run again."
+        f"On one H200 (`benchmarks/results/{NAME}`), between two processes: CUDA IPC moved "
+        f"{ipc['sent_mib']:,.0f} MiB at {ipc['gb_per_s']:.0f} GB/s through the staging buffers; "
+        f"a receiver that died was named after {ipc['died_engine_named_s']:.1f} s, a sender that "
+        f"died was noticed after {killed['noticed_s']:.2f} s. The checksums run at "
+        f"{sums['gb_per_s']:.0f} GB/s. With expandable segments CUDA IPC {segments['on']} too. "
+        "NCCL was not reached: its check failed on torch 2.11's `Work.exception`, which the "
+        "checks go around by now; they have not run again."
     )
 
 
 def offload() -> str:
     """Offload to pinned memory."""
     found = _measured("memory:offload")
-    # until 2026-11 the check counted the room of gradients too, which do not travel: 4 of the 18 bytes of a parameter
+    # until 2026-11 the check counted the room of gradients too, which do not travel: 4 of the 18
+    # bytes of a parameter
     share = 1.0 if "room_mib" in found else 14 / 18
     return record.wrapped(
-        f"On one H200 (`benchmarks/results/{NAME}`; plain layers, {found.get('room_mib', found['moved_mib']):,.0f} MiB "
-        "in all; gradients, of which only the room is given back, do not count): "
-        f"{share * found['offload_gb_per_s']:.0f} GB/s out, {share * found['reload_gb_per_s']:.0f} GB/s back, once "
-        "pinned memory is "
-        f"there; the first time takes {found['first_offload_s']:.2f} s. The device had {found['given_back_mib']:,.0f} "
-        "MiB more afterwards."
+        f"On one H200 (`benchmarks/results/{NAME}`; plain layers, "
+        f"{found.get('room_mib', found['moved_mib']):,.0f} MiB in all; gradients, of which only "
+        f"the room is given back, do not count): {share * found['offload_gb_per_s']:.0f} GB/s "
+        f"out, {share * found['reload_gb_per_s']:.0f} GB/s back, once pinned memory is there; "
+        f"the first time takes {found['first_offload_s']:.2f} s. The device had "
+        f"{found['given_back_mib']:,.0f} MiB more afterwards."
     )
 
 
@@ -319,12 +422,15 @@ def summary() -> str:
     """One sentence."""
     found, loss = _measured("size:memory_and_mfu", "second"), _measured("head:benchmark")["gpu"]
     mfu = [found[f"{tokens} tokens, recompute none"]["mfu"] for tokens in (16384, 32768)]
-    ratio = loss["tokens 8192 hidden 5120 vocab 152064 tp 1"]["ratio_to_1_product"]["forward ours"]["median"]
+    ratio = loss["tokens 8192 hidden 5120 vocab 152064 tp 1"]["ratio_to_1_product"]["forward ours"][
+        "median"
+    ]
     return record.wrapped(
-        "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, optimizer, offload, "
-        "checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at "
-        f"{mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no "
-        "second GPU and no second machine yet** ([below](#on-one-gpu))."
+        "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, "
+        "optimizer, offload, checkpoints, CUDA IPC and FP8 training against their references; a "
+        f"model as large as a rank of 32B at {mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head "
+        f"at {ratio:.2f} times its product. **No run with vLLM, no second GPU and no second "
+        "machine yet** ([below](#on-one-gpu))."
     )
 
 
@@ -336,9 +442,13 @@ TEXTS = {
 
 def main() -> int:
     """Makes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--run", nargs=2, action="append", required=True, metavar=("NAME=FOLDER", "COMMIT"))
+    parser.add_argument(
+        "--run", nargs=2, action="append", required=True, metavar=("NAME=FOLDER", "COMMIT")
+    )
     arguments = parser.parse_args()
     runs = {}
     for place, commit in arguments.run:

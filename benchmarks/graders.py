@@ -1,9 +1,11 @@
-"""The benchmarks' grader against published solutions, rewritten answers, other problems' answers, and attacks.
+"""The benchmarks' grader against published solutions, rewritten answers, other problems' answers,
+and attacks.
 
     python benchmarks/graders.py DATA --output benchmarks/results/graders_cpu.json
 
-DATA holds gsm8k/test.jsonl and math/test.jsonl as published. Everything goes through the loaders and the killable pool
-that ``python -m openrlhf_ext.cli.evaluate`` uses. The JSON lists what was graded against expectation.
+DATA holds gsm8k/test.jsonl and math/test.jsonl as published. Everything goes through the loaders
+and the killable pool that ``python -m openrlhf_ext.cli.evaluate`` uses. The JSON lists what was
+graded against expectation.
 """
 
 from __future__ import annotations
@@ -63,8 +65,15 @@ def rewritings(answer: str) -> Iterator[tuple[str, str]]:
     if "\\frac" in answer:
         yield "dfrac", answer.replace("\\frac", "\\dfrac")
         yield "tfrac", answer.replace("\\frac", "\\tfrac")
-    spaced = re.sub(r"(?<=[\w})])\s*([+=-])\s*(?=[\w\\({])", r" \1 ", answer) if "text" not in answer else answer
-    yield "spaces", f" {spaced.replace(',', ', ')} " if not re.search(r"\d,\d{3}\b", answer) else f" {spaced} "
+    spaced = (
+        re.sub(r"(?<=[\w})])\s*([+=-])\s*(?=[\w\\({])", r" \1 ", answer)
+        if "text" not in answer
+        else answer
+    )
+    yield (
+        "spaces",
+        f" {spaced.replace(',', ', ')} " if not re.search(r"\d,\d{3}\b", answer) else f" {spaced} ",
+    )
     yield "thin spaces", f"\\, {answer}\\!"
     yield "dollars around", f"${answer}$"
     yield "full stop", f"{answer}."
@@ -117,9 +126,13 @@ def attacks(count: int, seed: int = 0) -> Iterator[Case]:
         "tag bait": lambda n: "<answer>" * n,
         "boxed bait": lambda n: "\\boxed{" * n,
         "nulls": lambda n: "\0" * n,
-        "control characters": lambda n: "".join(chr(draw.randrange(32)) for _ in range(min(n, 2000))),
+        "control characters": lambda n: "".join(
+            chr(draw.randrange(32)) for _ in range(min(n, 2000))
+        ),
         "lone surrogates": lambda n: "\ud800\udfff"[:: draw.choice((1, -1))] * n,
-        "any characters": lambda n: "".join(chr(draw.randrange(0x110000)) for _ in range(min(n, 2000))),
+        "any characters": lambda n: "".join(
+            chr(draw.randrange(0x110000)) for _ in range(min(n, 2000))
+        ),
         "LaTeX bomb": lambda n: "\\def\\a{\\a\\a}" * min(n, 20) + "\\a",
         "LaTeX loops": lambda n: f"\\sum_{{k=1}}^{{{'9' * min(n, 20)}}} k^k",
         "big product": lambda n: f"\\prod_{{k=1}}^{{{'9' * min(n, 9)}}} k",
@@ -131,15 +144,26 @@ def attacks(count: int, seed: int = 0) -> Iterator[Case]:
         "python": lambda n: "__import__('os').system('true')",
         "format string": lambda n: "{0.__class__}%s%n" * min(n, 40),
         "digits of other scripts": lambda n: "\u0663\u06f3\u0969" * min(n, 90),
-        "infinity": lambda n: draw.choice(["\\infty", "nan", "inf", "-\\infty", "1/0", "\\frac{1}{0}", "0^{-1}"]),
-    }  # fmt: skip
-    labels = ["3.5", "\\frac{14}{3}", "x^2+1", "\\left( 3, \\frac{\\pi}{2} \\right)", "\\text{Evelyn}", "(-\\infty, 2)"]
+        "infinity": lambda n: draw.choice(
+            ["\\infty", "nan", "inf", "-\\infty", "1/0", "\\frac{1}{0}", "0^{-1}"]
+        ),
+    }
+    labels = [
+        "3.5",
+        "\\frac{14}{3}",
+        "x^2+1",
+        "\\left( 3, \\frac{\\pi}{2} \\right)",
+        "\\text{Evelyn}",
+        "(-\\infty, 2)",
+    ]
     names = list(kinds)
     for number in range(count):
         name = names[number % len(names)]
         size = 10**6 if number % 500 < 7 else draw.choice((3, 10, 30, 100, 290, 1000, 5000))
         answer = kinds[name](size)[: 10**6]
-        wrapped = draw.choice((f"\\boxed{{{answer}}}", f"<answer>{answer}</answer>", f"#### {answer}"))
+        wrapped = draw.choice(
+            (f"\\boxed{{{answer}}}", f"<answer>{answer}</answer>", f"#### {answer}")
+        )
         yield Case(name, draw.choice(labels), wrapped)
 
 
@@ -159,7 +183,9 @@ def _verdict(case: Case, future: Future) -> Verdict:
         result = future.result(timeout=20 * DEADLINE_S)
         return Verdict(case, result.score, result.seconds)
     except RewardError as error:
-        return Verdict(case, None, DEADLINE_S, f"{type(error).__name__}: {error.message.splitlines()[0]}")
+        return Verdict(
+            case, None, DEADLINE_S, f"{type(error).__name__}: {error.message.splitlines()[0]}"
+        )
 
 
 def count(results: Iterator[Verdict], expected: float) -> dict:
@@ -175,8 +201,15 @@ def count(results: Iterator[Verdict], expected: float) -> dict:
         if verdict.score == expected:
             right[case.name] += 1
         else:
-            exceptions.append({"name": case.name, "label": case.label, "completion": case.completion[-200:],
-                               "score": verdict.score, "error": verdict.error})  # fmt: skip
+            exceptions.append(
+                {
+                    "name": case.name,
+                    "label": case.label,
+                    "completion": case.completion[-200:],
+                    "score": verdict.score,
+                    "error": verdict.error,
+                }
+            )
     return {
         "cases": total.total(),
         "as_expected": right.total(),
@@ -184,7 +217,11 @@ def count(results: Iterator[Verdict], expected: float) -> dict:
         "verdicts": total.total() - sum(each["score"] is None for each in exceptions),
         "slowest_s": round(max(slowest.values()), 2),
         "by_name": {
-            name: {"as_expected": right[name], "cases": total[name], "slowest_s": round(slowest[name], 2)}
+            name: {
+                "as_expected": right[name],
+                "cases": total[name],
+                "slowest_s": round(slowest[name], 2),
+            }
             for name in total
         },
         "exceptions": exceptions,
@@ -209,16 +246,21 @@ def other_answers(name: str, labels: list[str], seed: int = 1) -> Iterator[Case]
     """Every problem with the answers of some others, those of the same normalized text left out."""
     draw = random.Random(seed)
     for label in labels:
-        others = [other for other in draw.sample(labels, OTHERS) if normalized(other) != normalized(label)]
+        others = [
+            other for other in draw.sample(labels, OTHERS) if normalized(other) != normalized(label)
+        ]
         for other in others:
             yield Case(name, label, f"\\boxed{{{other}}}")
 
 
 def about(arguments: argparse.Namespace) -> dict:
     """What a number needs to be repeated."""
-    return {"command": " ".join(["python", "benchmarks/graders.py", "DATA", *sys.argv[2:]]),
-            **record.environment("math-verify", "sympy"),
-            "workers": arguments.workers, "deadline_s": DEADLINE_S}  # fmt: skip
+    return {
+        "command": " ".join(["python", "benchmarks/graders.py", "DATA", *sys.argv[2:]]),
+        **record.environment("math-verify", "sympy"),
+        "workers": arguments.workers,
+        "deadline_s": DEADLINE_S,
+    }
 
 
 def main() -> int:
@@ -236,13 +278,19 @@ def main() -> int:
     def measure(part: str, cases: Iterator[Case], expected: float) -> None:
         parts[part] = count(run(pool, cases), expected)
         seconds = round(time.monotonic() - started)
-        print(part, {k: v for k, v in parts[part].items() if k not in ("exceptions", "by_name")}, f"{seconds} s",
-              flush=True)  # fmt: skip
+        print(
+            part,
+            {k: v for k, v in parts[part].items() if k not in ("exceptions", "by_name")},
+            f"{seconds} s",
+            flush=True,
+        )
         if arguments.output:  # after every part: the last one takes longest
             report = {**header, "seconds": seconds, **parts}
             record.write(arguments.output, report)
 
-    with RewardPool(Reward(remote_url=str(MATHS), num_workers=arguments.workers, timeout_s=DEADLINE_S)) as pool:
+    with RewardPool(
+        Reward(remote_url=str(MATHS), num_workers=arguments.workers, timeout_s=DEADLINE_S)
+    ) as pool:
         pool.check()
         for name, file in FILES.items():
             path = arguments.data / file

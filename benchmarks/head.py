@@ -1,26 +1,34 @@
-"""Speed and memory of `openrlhf_ext.head` against the bare matrix products and other ways, as ratios of one run.
+"""Speed and memory of `openrlhf_ext.head` against the bare matrix products and other ways, as
+ratios of one run.
 
-    python benchmarks/head.py --part forward --output benchmarks/results/head_cpu.json   # each part takes minutes,
-    python benchmarks/head.py --part backward --output benchmarks/results/head_cpu.json  # and is added to the file
-    python benchmarks/head.py --part scaling --output benchmarks/results/head_cpu.json
-    python benchmarks/head.py --part gpu --output benchmarks/results/head_gpu.json       # needs a CUDA device
+    python benchmarks/head.py --part forward --output benchmarks/results/head_cpu.json   # each part
+    takes minutes, python benchmarks/head.py --part backward --output
+    benchmarks/results/head_cpu.json  # and is added to the file python benchmarks/head.py --part
+    scaling --output benchmarks/results/head_cpu.json python benchmarks/head.py --part gpu --output
+    benchmarks/results/head_gpu.json       # needs a CUDA device
 
 Parts:
   forward   log-probability and entropy of every token
-  backward  the same and the gradients of hidden states and weight; and the token loss, which makes them in its forward
+  backward  the same and the gradients of hidden states and weight; and the token loss, which makes
+  them in its forward
   scaling   time per token and memory over the number of tokens, and memory over the vocabulary
-  gpu       forward and backward in bf16, whole vocabulary and one of eight shards; public kernels where installed
+  gpu       forward and backward in bf16, whole vocabulary and one of eight shards; public kernels
+  where installed
 
 Yardsticks:
-  floor     the bare matrix products alone, each in its own fastest tiling of several: 1 product for the forward pass, 3
-            for the token loss (logits, d hidden, d weight), 4 where the backward pass computes the logits again. The
-            tilings are tried at the start on a part of the vocabulary; d weight is summed in fp32, as training needs it
+  floor     the bare matrix products alone, each in its own fastest tiling of several: 1 product for
+  the forward pass, 3
+            for the token loss (logits, d hidden, d weight), 4 where the backward pass computes the
+            logits again. The tilings are tried at the start on a part of the vocabulary; d weight
+            is summed in fp32, as training needs it
   full      logits of all tokens in fp32, log-softmax, softmax for the entropy (OpenRLHF's way)
-  chunked   blocks of rows times chunks of the vocabulary, statistics kept online, in plain torch (other trainers' way)
+  chunked   blocks of rows times chunks of the vocabulary, statistics kept online, in plain torch
+  (other trainers' way)
 
-Every function runs once per repeat, in turns, so that a change of load hits all; a ratio is the median over the repeats
-of that of two times in one repeat. The weight has a ``main_grad``, as in a Megatron policy. Extra memory is the growth
-of the resident peak (CPU) or of the allocator's peak (CUDA) in a run, without the gradients it returns.
+Every function runs once per repeat, in turns, so that a change of load hits all; a ratio is the
+median over the repeats of that of two times in one repeat. The weight has a ``main_grad``, as in a
+Megatron policy. Extra memory is the growth of the resident peak (CPU) or of the allocator's peak
+(CUDA) in a run, without the gradients it returns.
 """
 
 from __future__ import annotations
@@ -49,9 +57,9 @@ from openrlhf_ext.head.kernels import accumulate
 Function = Callable[[], object]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Measuring
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Meter:
@@ -74,13 +82,18 @@ class Meter:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             return torch.cuda.memory_allocated()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that the last run left behind would hide what this one takes
+        # memory that the last run left behind would hide what this one takes
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return record.status_bytes("VmRSS")
 
     @staticmethod
     def _peak() -> int:
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else record.status_bytes("VmHWM")
+        return (
+            torch.cuda.max_memory_allocated()
+            if torch.cuda.is_available()
+            else record.status_bytes("VmHWM")
+        )
 
 
 class Row:
@@ -116,20 +129,25 @@ def measure(functions: dict[str, Function], repeats: int) -> dict[str, Row]:
 
 def ratio(row: Row, floors: list[Row]) -> dict[str, float]:
     """Time of a function over that of others together, repeat by repeat."""
-    values = [own / sum(others) for own, *others in zip(row.seconds, *(f.seconds for f in floors), strict=True)]
+    values = [
+        own / sum(others)
+        for own, *others in zip(row.seconds, *(f.seconds for f in floors), strict=True)
+    ]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Yardsticks
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Products:
-    """The bare matrix products of a call, tile by tile in one reused buffer: what no head can be faster than."""
+    """The bare matrix products of a call, tile by tile in one reused buffer: what no head can be
+    faster than."""
 
     NAMES = ("logits", "grad_hidden", "grad_weight")
-    TILINGS = ((1024, 4096), (2048, 1024), (2048, 2048), (2048, 4096), (4096, 1024), (4096, 4096))  # tokens, columns
+    # tokens, columns
+    TILINGS = ((1024, 4096), (2048, 1024), (2048, 2048), (2048, 4096), (4096, 1024), (4096, 4096))
     CUDA_TILINGS = ((2048, 16384), (4096, 8192), (4096, 16384), (8192, 8192), (8192, 16384))
 
     def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, total_VH: Tensor) -> None:
@@ -146,11 +164,15 @@ class Products:
         tokens, columns = tiling
         for first in range(0, len(self.hidden_TH), tokens):
             for column in range(0, vocab, columns):
-                self._tile(name, slice(first, first + tokens), slice(column, min(column + columns, vocab)))
+                self._tile(
+                    name, slice(first, first + tokens), slice(column, min(column + columns, vocab))
+                )
 
     def _tile(self, name: str, rows: slice, columns: slice) -> None:
         hidden_BH, weight_SH = self.hidden_TH[rows], self.weight_VH[columns]
-        tile_BS = self.buffer[: len(hidden_BH) * len(weight_SH)].view(len(hidden_BH), len(weight_SH))
+        tile_BS = self.buffer[: len(hidden_BH) * len(weight_SH)].view(
+            len(hidden_BH), len(weight_SH)
+        )
         if name == "logits":
             torch.mm(hidden_BH, weight_SH.t(), out=tile_BS)
         elif name == "grad_hidden":
@@ -159,10 +181,12 @@ class Products:
             accumulate(self.total_VH[columns], tile_BS.t(), hidden_BH)
 
     def fastest(self, name: str) -> Function:
-        """The product over the whole vocabulary in the tiling that is the fastest on an eighth of it."""
+        """The product over the whole vocabulary in the tiling that is the fastest on an eighth of
+        it."""
         vocab = len(self.weight_VH)
         trials = {
-            f"{name} {tiling}": (lambda tiling=tiling: self.run(name, tiling, vocab // 8)) for tiling in self.tilings
+            f"{name} {tiling}": (lambda tiling=tiling: self.run(name, tiling, vocab // 8))
+            for tiling in self.tilings
         }
         rows = measure(trials, 3)
         best = min(self.tilings, key=lambda tiling: rows[f"{name} {tiling}"].best)
@@ -183,20 +207,28 @@ def full_logits(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> tuple
 
 
 class ChunkedLogprob(torch.autograd.Function):
-    """Online statistics over chunks of the vocabulary; the backward pass computes the logits again."""
+    """Online statistics over chunks of the vocabulary; the backward pass computes the logits
+    again."""
 
     ROWS, COLUMNS = 1024, 8192
 
     @staticmethod
-    def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-        pieces = [ChunkedLogprob._rows(h, weight_VH, t) for h, t in zip(*_split(hidden_TH, target_T), strict=True)]
+    def forward(
+        ctx, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        pieces = [
+            ChunkedLogprob._rows(h, weight_VH, t)
+            for h, t in zip(*_split(hidden_TH, target_T), strict=True)
+        ]
         logprob_T, entropy_T, log_z_T = (torch.cat(values) for values in zip(*pieces, strict=True))
         ctx.save_for_backward(hidden_TH, weight_VH, target_T, log_z_T)
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T
 
     @staticmethod
-    def _rows(hidden_BH: Tensor, weight_VH: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(
+        hidden_BH: Tensor, weight_VH: Tensor, target_B: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         maximum = torch.full(target_B.shape, float("-inf"), device=hidden_BH.device)
         total, weighted, chosen = (torch.zeros_like(maximum) for _ in range(3))
         for first in range(0, len(weight_VH), ChunkedLogprob.COLUMNS):
@@ -217,7 +249,9 @@ class ChunkedLogprob(torch.autograd.Function):
         hidden_TH, weight_VH, target_T, log_z_T = ctx.saved_tensors
         grad_weight = torch.zeros_like(weight_VH)
         grads = []
-        for hidden, target, log_z, grad in zip(*_split(hidden_TH, target_T, log_z_T, grad_T), strict=True):
+        for hidden, target, log_z, grad in zip(
+            *_split(hidden_TH, target_T, log_z_T, grad_T), strict=True
+        ):
             grad_hidden = torch.zeros_like(hidden)
             for first in range(0, len(weight_VH), ChunkedLogprob.COLUMNS):
                 weight = weight_VH[first : first + ChunkedLogprob.COLUMNS]
@@ -236,21 +270,25 @@ def _split(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tensor.split(ChunkedLogprob.ROWS) for tensor in tensors]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Parts
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Problem:
     """Random operands and the methods on them."""
 
-    def __init__(self, tokens: int, hidden: int, vocab: int, device: str = "cpu", dtype=torch.float32) -> None:
+    def __init__(
+        self, tokens: int, hidden: int, vocab: int, device: str = "cpu", dtype=torch.float32
+    ) -> None:
         generator = torch.Generator(device).manual_seed(0)
         randn = lambda *s: torch.randn(*s, generator=generator, device=device)  # noqa: E731
         self.hidden_TH = randn(tokens, hidden).to(dtype).requires_grad_()
-        # logits of standard deviation 3: entropies between those of a peaked and of a flat distribution
+        # logits of standard deviation 3: entropies between those of a peaked and of a flat
+        # distribution
         self.weight_VH = (randn(vocab, hidden) * 3 / hidden**0.5).to(dtype).requires_grad_()
-        self.total_VH = torch.ones(vocab, hidden, device=device).zero_()  # pages that are there already
+        # pages that are there already
+        self.total_VH = torch.ones(vocab, hidden, device=device).zero_()
         self.weight_VH.main_grad, self.weight_VH.grad_added_to_main_grad = self.total_VH, False
         self.target_T = torch.randint(0, vocab, (tokens,), generator=generator, device=device)
         with torch.no_grad():
@@ -281,7 +319,9 @@ class Problem:
         return self.gradients((out.logprob_T * self.slope_T).sum())
 
     def ours_token_loss(self) -> object:
-        return self.gradients(linear_token_loss(self.hidden_TH, self.weight_VH, self.target_T, self.loss).value)
+        return self.gradients(
+            linear_token_loss(self.hidden_TH, self.weight_VH, self.target_T, self.loss).value
+        )
 
     def full_backward(self) -> object:
         logprob_T, _ = full_logits(self.hidden_TH, self.weight_VH, self.target_T)
@@ -329,7 +369,9 @@ def part_forward(args: argparse.Namespace) -> dict:
         "floor_tilings": products.chosen,
         "floor_gflops": 2 * args.tokens * args.hidden * args.vocab / one[0].median / 1e9,
         "ratio_to_1_product": {"ours": ratio(rows["ours"], one)},
-        "ratio_to_ours": {name: ratio(others[name], [others["ours"]]) for name in ("full", "chunked")},
+        "ratio_to_ours": {
+            name: ratio(others[name], [others["ours"]]) for name in ("full", "chunked")
+        },
         "extra_memory_over_full": rows["ours"].extra_bytes / others["full"].extra_bytes,
     }
 
@@ -349,7 +391,9 @@ def part_backward(args: argparse.Namespace) -> dict:
     return table(rows, problem, args) | {
         "floor_tilings": products.chosen,
         "ratio_to_3_products": {name: ratio(rows[name], three) for name in args.methods},
-        "ratio_to_4_products": {name: ratio(rows[name], [*three, rows["product logits"]]) for name in args.methods},
+        "ratio_to_4_products": {
+            name: ratio(rows[name], [*three, rows["product logits"]]) for name in args.methods
+        },
     }
 
 
@@ -362,10 +406,17 @@ def table(rows: dict[str, Row], problem: Problem, args: argparse.Namespace) -> d
     }
     logits_bytes = 4 * args.tokens * args.vocab
     return {
-        "settings": {"tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab, "dtype": "fp32"},
+        "settings": {
+            "tokens": args.tokens,
+            "hidden": args.hidden,
+            "vocab": args.vocab,
+            "dtype": "fp32",
+        },
         "seconds": {name: row.summary() for name, row in rows.items()},
         "extra_memory_mib": {name: value / 2**20 for name, value in memory.items()},
-        "extra_memory_over_full_logits": {name: value / logits_bytes for name, value in memory.items()},
+        "extra_memory_over_full_logits": {
+            name: value / logits_bytes for name, value in memory.items()
+        },
     }
 
 
@@ -441,7 +492,9 @@ def peers(problem: Problem) -> dict[str, Function]:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
         def verl() -> object:
-            logprob_T, _ = linear_cross_entropy(problem.hidden_TH, problem.weight_VH, problem.target_T, 1.0, "none")
+            logprob_T, _ = linear_cross_entropy(
+                problem.hidden_TH, problem.weight_VH, problem.target_T, 1.0, "none"
+            )
             return problem.gradients((logprob_T * problem.slope_T).sum())
 
         found["verl linear_cross_entropy"] = verl
@@ -455,7 +508,12 @@ def peers(problem: Problem) -> dict[str, Function]:
     return found
 
 
-PARTS = {"forward": part_forward, "backward": part_backward, "scaling": part_scaling, "gpu": part_gpu}
+PARTS = {
+    "forward": part_forward,
+    "backward": part_backward,
+    "scaling": part_scaling,
+    "gpu": part_gpu,
+}
 
 
 def environment(args: argparse.Namespace) -> dict:
@@ -470,20 +528,30 @@ def environment(args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=sorted(PARTS), required=True)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--gpu_hidden", type=int, nargs="+", default=[4096, 5120], help="of the part 'gpu'")
-    parser.add_argument("--repeats", type=int, default=5, help="of ours and the floor; other ways take two")
+    parser.add_argument(
+        "--gpu_hidden", type=int, nargs="+", default=[4096, 5120], help="of the part 'gpu'"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="of ours and the floor; other ways take two"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--methods", nargs="*", default=["token loss", "logprob"],
+        "--methods",
+        nargs="*",
+        default=["token loss", "logprob"],
         help="of the part 'backward': also 'full' and 'chunked' (minutes each)",
-    )  # fmt: skip
+    )
     parser.add_argument("--label", help="name of the run in the JSON; default: the part")
-    parser.add_argument("--output", type=Path, help="JSON file; runs that it has under other names stay")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; runs that it has under other names stay"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     check_equal()

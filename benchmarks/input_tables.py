@@ -1,4 +1,5 @@
-"""``python benchmarks/input_tables.py`` writes the generated tables of docs/algorithms.md to standard output."""
+"""``python benchmarks/input_tables.py`` writes the generated tables of docs/algorithms.md to
+standard output."""
 
 from __future__ import annotations
 
@@ -12,17 +13,25 @@ from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.segments import Segments
 
 _HOLDERS = {
-    "inputs": Inputs, "inputs.batch": RolloutBatch, "inputs.groups": Groups, "inputs.part": Partition,
-    "inputs.segments": Segments, "shaped": LossBatch,
-}  # fmt: skip
+    "inputs": Inputs,
+    "inputs.batch": RolloutBatch,
+    "inputs.groups": Groups,
+    "inputs.part": Partition,
+    "inputs.segments": Segments,
+    "shaped": LossBatch,
+}
 _SHAPE = re.compile(r"(\([BNQ](?: \+ 1)?,\))[ ,]*")
 _DTYPE = re.compile(r"(bool|integer|int64|float64|floating point)\b(?: scalars)?[ ,:.]*")
 
 
 def tables() -> Iterator[str]:
-    """One table for each holder: what its docstring lists under ``Attributes:``, and its properties."""
+    """One table for each holder: what its docstring lists under ``Attributes:``, and its
+    properties."""
     for name, holder in _HOLDERS.items():
-        yield f"\n`{name}`, a `{holder.__name__}`:\n\n| name | shape | dtype | meaning |\n|---|---|---|---|\n"
+        yield (
+            f"\n`{name}`, a `{holder.__name__}`:\n\n| name | shape | dtype | meaning |\n"
+            "|---|---|---|---|\n"
+        )
         for attribute, text in attributes(holder):
             shape, dtype, meaning = _split(text)
             yield f"| `{attribute}` | {shape} | {dtype} | {meaning.replace('|', chr(92) + '|')} |\n"

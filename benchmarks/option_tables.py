@@ -1,5 +1,5 @@
-"""The tables of docs/configuration.md, printed; with ``--schema`` options.schema.json, by which editors complete and
-check YAML files.
+"""The tables of docs/configuration.md, printed; with ``--schema`` options.schema.json, by which
+editors complete and check YAML files.
 
     python benchmarks/option_tables.py [--schema]
 """
@@ -29,13 +29,29 @@ def format_markdown() -> str:
     lines: list[str] = []
     for group, members in groupby(supported, key=group_of):
         rows = [_markdown_row(option) for option in members]
-        lines += [f"### {group}", "", *_markdown_table(("option", "type", "default", "meaning"), rows), ""]
+        lines += [
+            f"### {group}",
+            "",
+            *_markdown_table(("option", "type", "default", "meaning"), rows),
+            "",
+        ]
     lines += ["### Options of the estimators", ""]
     lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
-    lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
+    lines += [
+        *_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()),
+        "",
+    ]
     lines += ["### Options of OpenRLHF that are refused or mean nothing here", ""]
-    lines += ["Any other value than the inert one is refused, or accepted with a line that says why.", ""]
-    lines += [*_markdown_table(("option", "inert value", "else", "why", "instead"), map(_refused_row, refused)), ""]
+    lines += [
+        "Any other value than the inert one is refused, or accepted with a line that says why.",
+        "",
+    ]
+    lines += [
+        *_markdown_table(
+            ("option", "inert value", "else", "why", "instead"), map(_refused_row, refused)
+        ),
+        "",
+    ]
     lines += ["### Where defaults or choices differ from OpenRLHF", ""]
     rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
     lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
@@ -51,7 +67,9 @@ def _method_rows() -> Iterator[Sequence[str]]:
             published = option.info.recommended
             taken = "" if published is None else f"; a run takes {value_text(published)}"
             default = "required" if option.required else _code(option.shown_default) + taken
-            rows.setdefault((f"`{key}`", option.expects, default, option.help), []).append(estimator)
+            rows.setdefault((f"`{key}`", option.expects, default, option.help), []).append(
+                estimator
+            )
     for (key, expects, default, meaning), estimators in sorted(rows.items()):
         others = [estimator for estimator in ESTIMATORS if estimator not in estimators]
         all_but = "all but " + ", ".join(others) if others else "all"
@@ -74,13 +92,16 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def _markdown_table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
+def _markdown_table(
+    head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]
+) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def format_schema() -> str:
-    """The schema as text. Names with dots in them are patterns, which editors check and do not offer."""
+    """The schema as text. Names with dots in them are patterns, which editors check and do not
+    offer."""
     schema = RunConfig.model_json_schema()
     models = schema["$defs"]
     for estimator in ESTIMATORS:
@@ -88,13 +109,22 @@ def format_schema() -> str:
         models |= options.pop("$defs", {}) | {f"algo.{estimator}": options}
         models["Algo"]["properties"][estimator] = {"$ref": f"{_DEFS}algo.{estimator}"}
     for model in [schema, *models.values()]:
-        model.pop("required", None)  # a file may leave to another one, or to the command line, what a run needs
+        # a file may leave to another one, or to the command line, what a run needs
+        model.pop("required", None)
         if dotted := dict(_dotted(model, models)):
-            model["patternProperties"] = {f"^{re.escape(name)}$": {"$ref": place} for name, place in dotted.items()}
-    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Options of openrlhf-ext train"}
+            model["patternProperties"] = {
+                f"^{re.escape(name)}$": {"$ref": place} for name, place in dotted.items()
+            }
+    about = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Options of openrlhf-ext train",
+    }
     schema = about | _plain(schema)
-    groups = ",\n".join(f"{json.dumps(name)}: {json.dumps(model)}" for name, model in schema.pop("$defs").items())
-    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n{groups}\n}}}}\n'  # a line for each group: readable differences
+    groups = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(model)}" for name, model in schema.pop("$defs").items()
+    )
+    # a line for each group: readable differences
+    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n{groups}\n}}}}\n'
 
 
 def _dotted(model: dict[str, Any], models: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -103,9 +133,12 @@ def _dotted(model: dict[str, Any], models: dict[str, Any]) -> Iterator[tuple[str
         for form in (about, *about.get("anyOf", ())):
             if group := form.get("$ref", "").removeprefix(_DEFS):
                 yield from (
-                    (f"{name}.{inner}", f"{_DEFS}{group}/properties/{inner}") for inner in models[group]["properties"]
+                    (f"{name}.{inner}", f"{_DEFS}{group}/properties/{inner}")
+                    for inner in models[group]["properties"]
                 )
-                yield from ((f"{name}.{inner}", place) for inner, place in _dotted(models[group], models))
+                yield from (
+                    (f"{name}.{inner}", place) for inner, place in _dotted(models[group], models)
+                )
 
 
 def _plain(node: Any) -> Any:
@@ -121,7 +154,10 @@ def _plain(node: Any) -> Any:
         del said["title"]
     if isinstance(said.get("option"), dict) and "unsupported" in said["option"]:
         if refused := said.pop("option")["unsupported"]:
-            said |= {"deprecated": True, "description": f"refused: {refused['why']}; {refused['instead']}"}
+            said |= {
+                "deprecated": True,
+                "description": f"refused: {refused['why']}; {refused['instead']}",
+            }
     return said
 
 

@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=2 python benchmarks/plan.py --output benchmarks/results/plan_cpu.json
 
-* `published`: `published_steps.json` has seconds that others published for steps of dense models, and for parts of
-  steps, each with its source and with what we assume because the source does not tell it. Of the rows, sorted by name,
-  every third one is fitted: the constants FITTED of plan's model are chosen so that the mean of |log(predicted /
-  published)| is least. The others judge. `--published` writes nothing and prints the table.
+* `published`: `published_steps.json` has seconds that others published for steps of dense models,
+  and for parts of steps, each with its source and with what we assume because the source does not
+  tell it. Of the rows, sorted by name, every third one is fitted: the constants FITTED of plan's
+  model are chosen so that the mean of |log(predicted / published)| is least. The others judge.
+  `--published` writes nothing and prints the table.
 * `ranking`: CPU seconds of ranking the 32B recipe on 64 H100.
-* `formula`: Megatron-LM's own estimate (`megatron/training/theoretical_memory_usage.py`, core_v0.16.1) of
-  Qwen2.5-32B, with what it lacks listed beside it as plan counts it, bytes of one layer for 4,096 tokens on one rank.
+* `formula`: Megatron-LM's own estimate (`megatron/training/theoretical_memory_usage.py`,
+  core_v0.16.1) of Qwen2.5-32B, with what it lacks listed beside it as plan counts it, bytes of one
+  layer for 4,096 tokens on one rank.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ from openrlhf_ext.tools.plan.seconds import Assumptions
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ROWS = Path(__file__).with_name("published_steps.json")
 FITTED = {
-    "traffic": (10.0, 1000.0), "launch_us": (100.0, 3000.0), "memory": (0.3, 0.95), "fixed_s": (1.0, 60.0),
-}  # fmt: skip
-"""Constants of plan's model that are fitted, and what they may be; the sequences of the rows are too short to tell
+    "traffic": (10.0, 1000.0),
+    "launch_us": (100.0, 3000.0),
+    "memory": (0.3, 0.95),
+    "fixed_s": (1.0, 60.0),
+}
+"""Constants of plan's model that are fitted, and what they may be; the sequences of the rows are
+too short to tell
 ``attention``, and what a sync of others takes is their way of sending, not the port's rate."""
 FORMER = Assumptions(products=0.6, traffic=0.0, launch_us=0.0, memory=0.6, fixed_s=10.0)
 """What plan assumed before anything was fitted."""
@@ -76,8 +82,8 @@ class Published:
 
 @contextmanager
 def published_rows() -> Iterator[list[Published]]:
-    """All rows, sorted by name; of those of dense models every third one, from the first on, is fitted, and no mixture.
-    Their models are there for so long."""
+    """All rows, sorted by name; of those of dense models every third one, from the first on, is
+    fitted, and no mixture. Their models are there for so long."""
     read = json.loads(ROWS.read_text())
     with tempfile.TemporaryDirectory() as folder:
         for name, model in read["models"].items():
@@ -91,7 +97,10 @@ def published_rows() -> Iterator[list[Published]]:
 
 def _planner(row: dict[str, Any], folder: Path) -> Planner:
     model = folder / row["model"]
-    words = ["--actor.model_name_or_path", str(model if model.exists() else CONFIGS / "models" / row["model"])]
+    words = [
+        "--actor.model_name_or_path",
+        str(model if model.exists() else CONFIGS / "models" / row["model"]),
+    ]
     for name, value in row["options"].items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     config = load_config(words, files=False)
@@ -101,20 +110,23 @@ def _planner(row: dict[str, Any], folder: Path) -> Planner:
 def loss(rows: Sequence[Published], assumed: Assumptions) -> float:
     """Mean over rows of the mean over a row's kinds of |log(predicted / published)|."""
     return statistics.fmean(
-        statistics.fmean(abs(math.log(ratio)) for ratio in one.ratios(assumed).values()) for one in rows
+        statistics.fmean(abs(math.log(ratio)) for ratio in one.ratios(assumed).values())
+        for one in rows
     )
 
 
 def fit(rows: Sequence[Published], start: Assumptions) -> Assumptions:
-    """Constants with the least loss: one after the other is put to every value of its range, in steps of a tenth and
-    with two digits, until none makes the loss smaller."""
+    """Constants with the least loss: one after the other is put to every value of its range, in
+    steps of a tenth and with two digits, until none makes the loss smaller."""
     best, least = start, math.inf
     improved = True
     while improved:
         improved = False
         for name, (low, high) in FITTED.items():
             steps = math.ceil(math.log(high / low) / math.log(1.1))
-            values = {float(f"{low * (high / low) ** (step / steps):.2g}") for step in range(steps + 1)}
+            values = {
+                float(f"{low * (high / low) ** (step / steps):.2g}") for step in range(steps + 1)
+            }
             for value in sorted(values):
                 tried = dataclasses.replace(best, **{name: value})
                 if (found := loss(rows, tried)) < least - 1e-6:
@@ -123,7 +135,8 @@ def fit(rows: Sequence[Published], start: Assumptions) -> Assumptions:
 
 
 def errors(rows: Sequence[Published], assumed: Assumptions) -> dict[str, Any]:
-    """By kind: how many, and the median and the worst factor between predicted and published, whichever is larger."""
+    """By kind: how many, and the median and the worst factor between predicted and published,
+    whichever is larger."""
     found = {}
     for kind in KINDS:
         ratios = [one.ratios(assumed)[kind] for one in rows if kind in one.row["seconds"]]
@@ -131,9 +144,12 @@ def errors(rows: Sequence[Published], assumed: Assumptions) -> dict[str, Any]:
             continue
         factors = [math.exp(abs(math.log(ratio))) for ratio in ratios]
         found[kind] = {
-            "rows": len(ratios), "median": round(statistics.median(factors), 2), "worst": round(max(factors), 2),
-            "low": round(min(ratios), 2), "high": round(max(ratios), 2),
-        }  # fmt: skip
+            "rows": len(ratios),
+            "median": round(statistics.median(factors), 2),
+            "worst": round(max(factors), 2),
+            "low": round(min(ratios), 2),
+            "high": round(max(ratios), 2),
+        }
     return found
 
 
@@ -145,19 +161,29 @@ def published() -> dict[str, Any]:
         judged = [one for one in rows if not (one.fitted or one in mixtures)]
         assumed = fit(fitted, dataclasses.replace(FORMER, products=Assumptions().products))
         seen = {_setting(one) for one in fitted}
-        unlike = [one for one in judged if "step" in one.row["seconds"] and _setting(one) not in seen]
+        unlike = [
+            one for one in judged if "step" in one.row["seconds"] and _setting(one) not in seen
+        ]
         table = []
         for one in rows:
-            predicted = {kind: float(f"{seconds:.3g}") for kind, seconds in one.predicted(assumed).items()}
+            predicted = {
+                kind: float(f"{seconds:.3g}") for kind, seconds in one.predicted(assumed).items()
+            }
             ratios = {kind: round(ratio, 2) for kind, ratio in one.ratios(assumed).items()}
-            table.append({"id": one.row["id"], "fitted": one.fitted, "predicted": predicted, "ratio": ratios})
+            table.append(
+                {"id": one.row["id"], "fitted": one.fitted, "predicted": predicted, "ratio": ratios}
+            )
         steps = [math.exp(abs(math.log(one.ratios(assumed)["step"]))) for one in unlike]
         return {
             "constants": {name: getattr(assumed, name) for name in FITTED},
             "error": errors(judged, assumed),
             "mixtures": errors(mixtures, assumed)["step"],
             "former": errors(judged, FORMER),
-            "unlike": {"rows": len(steps), "median": round(statistics.median(steps), 2), "worst": round(max(steps), 2)},
+            "unlike": {
+                "rows": len(steps),
+                "median": round(statistics.median(steps), 2),
+                "worst": round(max(steps), 2),
+            },
             "rows": table,
         }
 
@@ -165,7 +191,9 @@ def published() -> dict[str, Any]:
 def _setting(one: Published) -> tuple[Any, ...]:
     """What the same run at another version, or a repeated one, has in common."""
     lengths = ("rollout.max_new_tokens", "vllm.gpu_memory_utilization")
-    options = sorted((name, str(value)) for name, value in one.row["options"].items() if name not in lengths)
+    options = sorted(
+        (name, str(value)) for name, value in one.row["options"].items() if name not in lengths
+    )
     return one.row["model"], one.row["gpu"], one.row["gpus"], *options
 
 
@@ -173,13 +201,22 @@ def table() -> str:
     """docs/scaling.md: every row, what the fit made of it, and the sources."""
     rows = {row["id"]: row for row in json.loads(ROWS.read_text())["rows"]}
     sources = list(dict.fromkeys(rows[name]["source"] for name in sorted(rows)))
-    lines = ["| run | model, GPUs, mean tokens of prompt + response | published, s | predicted | ratio |"]
+    lines = [
+        "| run | model, GPUs, mean tokens of prompt + response | published, s | predicted | ratio |"
+    ]
     lines.append("|---|---|---|---|---|")
     for found in record.load("plan_cpu.json")["published"]["rows"]:
         row = rows[found["id"]]
         what = f"{row['model']}, {row['gpus']} {row['gpu']}"
-        what += f", {row['prompt_tokens']} + {row['response_tokens']}" if "response_tokens" in row else ""
-        name = f"{found['id']} [{sources.index(row['source']) + 1}]{', fitted' if found['fitted'] else ''}"
+        what += (
+            f", {row['prompt_tokens']} + {row['response_tokens']}"
+            if "response_tokens" in row
+            else ""
+        )
+        name = (
+            f"{found['id']} "
+            f"[{sources.index(row['source']) + 1}]{', fitted' if found['fitted'] else ''}"
+        )
         cells = [_cell(row["seconds"]), _cell(found["predicted"]), _cell(found["ratio"])]
         lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {source}" for number, source in enumerate(sources, 1))]
@@ -194,7 +231,12 @@ def verdict() -> str:
     """docs/scaling.md: how far off the seconds are."""
     whole = record.load("plan_cpu.json")
     found, ranking = whole["published"], whole["ranking"]
-    error, former, constants, unlike = found["error"], found["former"], found["constants"], found["unlike"]
+    error, former, constants, unlike = (
+        found["error"],
+        found["former"],
+        found["constants"],
+        found["unlike"],
+    )
     step, sync = error["step"], error["sync"]
     parts = "; ".join(
         f"{kind} {error[kind]['median']:.2f} and {error[kind]['worst']:.2f} ({error[kind]['rows']})"
@@ -205,24 +247,27 @@ def verdict() -> str:
     dealt = {row["id"] for row in read if "megatron.expert_parallel_size" in row["options"]}
     slower = sum(row["ratio"]["step"] < 1 for row in found["rows"] if row["id"] in dealt)
     return record.wrapped(
-        f"{len(found['rows'])} runs of others, {fitted} of them fitted, the others judge. **Of {step['rows']} judged "
-        f"steps half are within a factor of {step['median']:.2f}, the worst is off by {step['worst']:.2f}** "
-        f"(predicted / published {step['low']:.2f} to {step['high']:.2f}); before the fit "
-        f"{former['step']['median']:.2f} and {former['step']['worst']:.2f}. Some judged runs are fitted ones at "
-        f"another version or repeated: the {unlike['rows']} that are like none of those have {unlike['median']:.2f} "
-        f"and {unlike['worst']:.2f}. Parts of a step, median and worst factor (rows): {parts}. Full "
-        f"broadcasts of weights by others took {1 / sync['high']:.1f} to {1 / sync['low']:.0f} times the predicted "
-        "seconds, which are those of the ports and of our calls.\n\n"
-        f"**Of {mixtures['rows']} steps of mixtures of experts half are within a factor of {mixtures['median']:.2f}, "
-        f"the worst is off by {mixtures['worst']:.2f}** (predicted / published {mixtures['low']:.2f} to "
-        f"{mixtures['high']:.2f}); {slower} took longer than predicted.\n\n"
-        f"Matrix products reach {Assumptions().products:.0%} of the peak, from what an H200 took for the "
-        f"layers of a 32B rank (`benchmarks/results/gpu_h200.json`). The fit gave: decoding "
-        f"{constants['memory']:.0%} of the memory's rate; a layer's forward pass of a micro-batch moves "
-        f"{constants['traffic']:g} bytes for each token and hidden entry beside its products, and takes the host "
-        f"{constants['launch_us']:g} microseconds; {constants['fixed_s']:g} s a step for the rest. These are plan's "
-        f"defaults. Ranking {ranking['layouts']:,} layouts on {ranking['gpus']} GPUs took "
-        f"{ranking['cpu_seconds']:g} s of a core (`benchmarks/results/plan_cpu.json`)."
+        f"{len(found['rows'])} runs of others, {fitted} of them fitted, the others judge. **Of "
+        f"{step['rows']} judged steps half are within a factor of {step['median']:.2f}, the "
+        f"worst is off by {step['worst']:.2f}** (predicted / published {step['low']:.2f} to "
+        f"{step['high']:.2f}); before the fit {former['step']['median']:.2f} and "
+        f"{former['step']['worst']:.2f}. Some judged runs are fitted ones at another version or "
+        f"repeated: the {unlike['rows']} that are like none of those have {unlike['median']:.2f} "
+        f"and {unlike['worst']:.2f}. Parts of a step, median and worst factor (rows): {parts}. "
+        f"Full broadcasts of weights by others took {1 / sync['high']:.1f} to "
+        f"{1 / sync['low']:.0f} times the predicted seconds, which are those of the ports and of "
+        f"our calls.\n\n**Of {mixtures['rows']} steps of mixtures of experts half are within a "
+        f"factor of {mixtures['median']:.2f}, the worst is off by {mixtures['worst']:.2f}** "
+        f"(predicted / published {mixtures['low']:.2f} to {mixtures['high']:.2f}); {slower} took "
+        f"longer than predicted.\n\nMatrix products reach {Assumptions().products:.0%} of the "
+        "peak, from what an H200 took for the layers of a 32B rank "
+        f"(`benchmarks/results/gpu_h200.json`). The fit gave: decoding {constants['memory']:.0%} "
+        "of the memory's rate; a layer's forward pass of a micro-batch moves "
+        f"{constants['traffic']:g} bytes for each token and hidden entry beside its products, "
+        f"and takes the host {constants['launch_us']:g} microseconds; {constants['fixed_s']:g} s "
+        f"a step for the rest. These are plan's defaults. Ranking {ranking['layouts']:,} layouts "
+        f"on {ranking['gpus']} GPUs took {ranking['cpu_seconds']:g} s of a core "
+        "(`benchmarks/results/plan_cpu.json`)."
     )
 
 
@@ -230,14 +275,24 @@ TEXTS = {"published": table, "verdict": verdict}
 
 
 def formula(shape: ModelShape, tp: int, pp: int, dp: int, tokens: int) -> dict[str, float]:
-    """Parameters (billions) and GiB of the most loaded rank, by Megatron-LM's published formula; micro-batches of 1,
-    sequence parallelism, selective recomputation, no interleaving, as many micro-batches as stages."""
-    h, f, layers, vocab = shape.hidden_size, shape.ffn_hidden_size, shape.num_layers, shape.vocab_size
+    """Parameters (billions) and GiB of the most loaded rank, by Megatron-LM's published formula;
+    micro-batches of 1, sequence parallelism, selective recomputation, no interleaving, as many
+    micro-batches as stages."""
+    h, f, layers, vocab = (
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_layers,
+        shape.vocab_size,
+    )
     layer = 2 * h * (1.5 * f + 1) + 2 * h * h * (1 + shape.num_kv_heads / shape.num_heads)
     shard = ((layers * layer + h) / pp + vocab * h * (2 if pp == 1 else 1)) / tp
     kept = tokens * h * (18 + 4 * f / h) * layers + 8 * tokens * pp + tokens * h * pp
     kept += 4 * tokens * h * (1 + vocab / h) if pp == 1 else 0
-    return {"shard": shard / 1e9, "states": shard * (6 + 12 / dp) / GIB, "activations": kept / tp / GIB}
+    return {
+        "shard": shard / 1e9,
+        "states": shard * (6 + 12 / dp) / GIB,
+        "activations": kept / tp / GIB,
+    }
 
 
 def corrections(shape: ModelShape) -> dict[str, Any]:
@@ -258,9 +313,18 @@ def corrections(shape: ModelShape) -> dict[str, Any]:
 
 
 TABLE = (
-    (8, 1, 1), (4, 2, 1), (8, 1, 2), (4, 4, 1), (8, 2, 1), (4, 4, 2), (8, 2, 2), (8, 4, 1),
-    (4, 2, 8), (8, 2, 4), (4, 8, 2),
-)  # fmt: skip
+    (8, 1, 1),
+    (4, 2, 1),
+    (8, 1, 2),
+    (4, 4, 1),
+    (8, 2, 1),
+    (4, 4, 2),
+    (8, 2, 2),
+    (8, 4, 1),
+    (4, 2, 8),
+    (8, 2, 4),
+    (4, 8, 2),
+)
 """Tensor-parallel size, stages, copies."""
 
 
@@ -269,7 +333,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     to = parser.add_mutually_exclusive_group(required=True)
     to.add_argument("--output", type=Path)
-    to.add_argument("--published", action="store_true", help="print constants, errors and rows; write nothing")
+    to.add_argument(
+        "--published", action="store_true", help="print constants, errors and rows; write nothing"
+    )
     arguments = parser.parse_args()
     if arguments.published:
         print(json.dumps(published(), indent=1))
@@ -279,13 +345,19 @@ def main() -> None:
     words += ["--actor.model_name_or_path", str(CONFIGS / "models/qwen2.5-32b")]
     planner, started = Planner(load_config(words, files=False)), time.process_time()
     found = planner.candidates(64)
-    ranking = {"gpus": 64, "layouts": len(found), "cpu_seconds": round(time.process_time() - started, 1)}
+    ranking = {
+        "gpus": 64,
+        "layouts": len(found),
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
     rows = {f"{tp}.{pp}.{dp}": formula(shape, tp, pp, dp, 4096) for tp, pp, dp in TABLE}
     result = {
         **record.environment(),
         "published": published(),
         "ranking": ranking,
-        "formula": {name: {key: round(value, 3) for key, value in row.items()} for name, row in rows.items()},
+        "formula": {
+            name: {key: round(value, 3) for key, value in row.items()} for name, row in rows.items()
+        },
         "corrections": corrections(shape),
     }
     record.write(arguments.output, result)

@@ -1,11 +1,14 @@
-"""How far apart the log-probs of two implementations of a real model are, and what a fault makes of it.
+"""How far apart the log-probs of two implementations of a real model are, and what a fault makes of
+it.
 
-    python benchmarks/probe.py MODEL --output benchmarks/results/probe_cpu.json    # a Llama; two minutes for 135M
+    python benchmarks/probe.py MODEL --output benchmarks/results/probe_cpu.json    # a Llama; two
+    minutes for 135M
 
-The scale of ``weight_sync.probe_tolerance``: policy and transformers score the same text, in bf16 and fp32, and
-then transformers does in bf16 with one fault at a time. The text is what the model says after a question, sampled and
-greedy, 160 tokens in all; each difference is the mean over its tokens, below a log-prob of -5 in proportion
-(``openrlhf_ext/rollout/probe.py``). "largest" is what one token shows, in nats.
+The scale of ``weight_sync.probe_tolerance``: policy and transformers score the same text, in bf16
+and fp32, and then transformers does in bf16 with one fault at a time. The text is what the model
+says after a question, sampled and greedy, 160 tokens in all; each difference is the mean over its
+tokens, below a log-prob of -5 in proportion (``openrlhf_ext/rollout/probe.py``). "largest" is what
+one token shows, in nats.
 """
 
 from __future__ import annotations
@@ -51,11 +54,19 @@ Scorer = Callable[[Tensor], Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a Llama checkpoint with a chat template")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     initialize_distributed(ParallelLayout(1, 1, 1, 1), 600.0, 0)
     result = about(arguments.model) | {"differences": list(rows(arguments.model))}
     print(json.dumps(result, indent=1))
@@ -69,21 +80,32 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
     settings = ModelSettings(path, ParallelLayout(1, 1, 1, 1))
     policy = scorer_of(settings)
     layers = {name: (FP8Layers(Recipe(name, emulate=True)),) for name in ("blockwise", "current")}
-    fp8 = {name: scorer_of(replace(settings, converters=converters)) for name, converters in layers.items()}
+    fp8 = {
+        name: scorer_of(replace(settings, converters=converters))
+        for name, converters in layers.items()
+    }
     for kind, text in texts(path, fp32).items():
         found: dict[str, tuple[Tensor, Tensor]] = {
             "policy bf16, transformers bf16": (policy(text), score(bf16, text)),
             "policy bf16, transformers fp32": (policy(text), score(fp32, text)),
             "transformers bf16, transformers fp32": (score(bf16, text), score(fp32, text)),
         }
-        found |= {f"policy bf16, policy FP8 {name}": (policy(text), other(text)) for name, other in fp8.items()}
+        found |= {
+            f"policy bf16, policy FP8 {name}": (policy(text), other(text))
+            for name, other in fp8.items()
+        }
         sound = score(bf16, text)
         for name, fault in faults(bf16):
             with fault as options:
                 found[name] = (sound, score(bf16, text, **options))
         for name, pair in found.items():
             largest = float((pair[0].double() - pair[1].double()).abs().max())
-            yield {"text": kind, "between": name, "mean": relative_difference(*pair).mean, "largest": largest}
+            yield {
+                "text": kind,
+                "between": name,
+                "mean": relative_difference(*pair).mean,
+                "largest": largest,
+            }
 
 
 def load(path: str, dtype: torch.dtype) -> Any:
@@ -93,14 +115,18 @@ def load(path: str, dtype: torch.dtype) -> Any:
 def scorer_of(settings: ModelSettings) -> Scorer:
     """The policy on one rank."""
     policy = MegatronPolicy(settings)
-    return lambda text: policy.logprobs(sequence_batch([text.numpy()], [[(1, len(text))]]), 1.0).logprobs_N
+    return lambda text: (
+        policy.logprobs(sequence_batch([text.numpy()], [[(1, len(text))]]), 1.0).logprobs_N
+    )
 
 
 @torch.no_grad()
 def score(model: Any, text: Tensor, temperature: float = 1.0, stretch: int = 1) -> Tensor:
     """By transformers; ``stretch``: the distance between neighboring positions."""
     positions = torch.arange(len(text))[None] * stretch
-    logp = (model(text[None], position_ids=positions).logits[0, :-1].float() / temperature).log_softmax(-1)
+    logp = (
+        model(text[None], position_ids=positions).logits[0, :-1].float() / temperature
+    ).log_softmax(-1)
     return logp.gather(1, text[1:, None]).squeeze(1)
 
 
@@ -127,7 +153,13 @@ def faults(model: Any) -> Iterator[tuple[str, Any]]:
     yield "positions doubled", options_of(stretch=2)
     layers, middle = model.model.layers, len(model.model.layers) // 3
     one, other = layers[middle], layers[middle + 1]
-    pairs = list(zip([*one.parameters(), *other.parameters()], [*other.parameters(), *one.parameters()], strict=True))
+    pairs = list(
+        zip(
+            [*one.parameters(), *other.parameters()],
+            [*other.parameters(), *one.parameters()],
+            strict=True,
+        )
+    )
     yield "two layers exchanged", weights_as([(to, source.data.clone()) for to, source in pairs])
     key, head = one.self_attn.k_proj.weight, one.self_attn.head_dim
     first, second, *others = key.detach().split(head)
@@ -141,7 +173,9 @@ def faults(model: Any) -> Iterator[tuple[str, Any]]:
 def moved(model: Any, step: float) -> list[tuple[Tensor, Tensor]]:
     """Each entry a step up or down by chance, as Adam's steps are long."""
     generator = torch.Generator().manual_seed(1)
-    signs = ((p, torch.randint(0, 2, p.shape, generator=generator) * 2 - 1) for p in model.parameters())
+    signs = (
+        (p, torch.randint(0, 2, p.shape, generator=generator) * 2 - 1) for p in model.parameters()
+    )
     return [(p, (p.data.float() + step * sign).to(p.dtype)) for p, sign in signs]
 
 

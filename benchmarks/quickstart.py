@@ -1,7 +1,9 @@
-"""Summarizes a finished quickstart as a benchmark record: accuracy before and after, seconds of each phase per step.
+"""Summarizes a finished quickstart as a benchmark record: accuracy before and after, seconds of
+each phase per step.
 
 bash examples/scripts/quickstart.sh
-python benchmarks/quickstart.py --run_dir runs/quickstart --minutes 7.5 --output benchmarks/results/quickstart_cpu.json
+python benchmarks/quickstart.py --run_dir runs/quickstart --minutes 7.5 --output
+benchmarks/results/quickstart_cpu.json
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
             "lines": progress_lines(steps),
             "accuracy_by_engine": [[line["step"], line["eval/accuracy"]] for line in evaluations],
             "seconds_per_step": {name: spread(values) for name, values in seconds.items()},
-            "tokens_per_second": spread([step["throughput/tokens_per_second"] for step in steps[1:]]),
+            "tokens_per_second": spread(
+                [step["throughput/tokens_per_second"] for step in steps[1:]]
+            ),
             "kl_rollout_max_abs": max(step["kl/rollout_max_abs"] for step in steps),
             "weight_sync_probe_diff": max(step["weight_sync/probe_diff"] for step in steps),
         },
@@ -55,7 +59,10 @@ def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
 def accuracy(path: Path) -> dict[str, float]:
     """Sampled accuracy on held-out problems with plain transformers."""
     result = json.loads(path.read_text())
-    return {name: result[name] for name in ("accuracy", "standard_error", "prompts", "samples_per_prompt")}
+    return {
+        name: result[name]
+        for name in ("accuracy", "standard_error", "prompts", "samples_per_prompt")
+    }
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -86,12 +93,14 @@ def text() -> str:
     return record.wrapped(
         f"On {found['cores']} CPU cores "
         "([benchmarks/results/quickstart_cpu.json](../benchmarks/results/quickstart_cpu.json)): "
-        f"accuracy on {before['prompts']} held-out problems, {before['samples_per_prompt']} samples each at "
-        f"temperature 1, went from **{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** (standard "
-        f"error {100 * before['standard_error']:.1f} and {100 * after['standard_error']:.1f}) in {steps} steps of "
-        f"{found['settings']['samples_per_step']} samples. A step took {seconds['step']:.1f} s (median: generate "
-        f"{seconds['generate']:.2f}, log-prob {seconds['logprob']:.2f}, train {seconds['train']:.2f}, weight sync "
-        f"{seconds['sync']:.2f}), the whole script {metrics['minutes_total']:.1f} minutes after the installation."
+        f"accuracy on {before['prompts']} held-out problems, {before['samples_per_prompt']} "
+        f"samples each at temperature 1, went from **{100 * before['accuracy']:.1f} % to "
+        f"{100 * after['accuracy']:.1f} %** (standard error {100 * before['standard_error']:.1f} "
+        f"and {100 * after['standard_error']:.1f}) in {steps} steps of "
+        f"{found['settings']['samples_per_step']} samples. A step took {seconds['step']:.1f} s "
+        f"(median: generate {seconds['generate']:.2f}, log-prob {seconds['logprob']:.2f}, train "
+        f"{seconds['train']:.2f}, weight sync {seconds['sync']:.2f}), the whole script "
+        f"{metrics['minutes_total']:.1f} minutes after the installation."
     )
 
 
@@ -101,8 +110,12 @@ TEXTS = {"lines": lines, "text": text}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run_dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--minutes", type=float, required=True, help="what the script printed as its time")
-    parser.add_argument("--overrides", default="", help="options given to the script beyond the configuration file")
+    parser.add_argument(
+        "--minutes", type=float, required=True, help="what the script printed as its time"
+    )
+    parser.add_argument(
+        "--overrides", default="", help="options given to the script beyond the configuration file"
+    )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     record.write(args.output, summarize(args.run_dir, args.minutes, args.overrides))

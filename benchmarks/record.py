@@ -1,15 +1,17 @@
 """What every record says about itself, whether it still holds, and the text that is made from it.
 
     python benchmarks/record.py                  # which records are older than what they measure
-    python benchmarks/record.py --pages          # writes what stands between the marks of README and docs anew
+    python benchmarks/record.py --pages          # writes what stands between the marks of README
+    and docs anew
 
-A record in ``benchmarks/results`` has ``measures``: the files of MEASURES that it is about, each with a digest of what
-it was when it was measured. It holds while the files are the same. Where one has changed, the numbers are those of
-another commit, and the text that is made from the record says so, until the benchmark is run again: no word extends a
-record. ``tests/test_records.py`` holds the text, and that no measured number of README and docs/performance.md stands
-outside of it.
+A record in ``benchmarks/results`` has ``measures``: the files of MEASURES that it is about, each
+with a digest of what it was when it was measured. It holds while the files are the same. Where one
+has changed, the numbers are those of another commit, and the text that is made from the record says
+so, until the benchmark is run again: no word extends a record. ``tests/test_records.py`` holds the
+text, and that no measured number of README and docs/performance.md stands outside of it.
 
-A digest that is null was never recorded. Where a benchmark was run again in part, a file has the digests of all parts.
+A digest that is null was never recorded. Where a benchmark was run again in part, a file has the
+digests of all parts.
 """
 
 from __future__ import annotations
@@ -34,81 +36,136 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_STEP = ("driver/loop.py", "driver/experience.py", "driver/rollouts.py", "megatron/policy.py", "megatron/step", "head",
-         "ranks/policy.py", "rollout/engine.py", "rollout/response.py", "rollout/sync")  # fmt: skip
+_STEP = (
+    "driver/loop.py",
+    "driver/experience.py",
+    "driver/rollouts.py",
+    "megatron/policy.py",
+    "megatron/step",
+    "head",
+    "ranks/policy.py",
+    "rollout/engine.py",
+    "rollout/response.py",
+    "rollout/sync",
+)
 _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/python/toy_task.py")
 # record -> what its numbers depend on
 MEASURES: dict[str, tuple[str, ...]] = {
     "adapters_cpu.json": tuple(
-        f"openrlhf_ext/{part}.py" for part in ("megatron/layers/adapted", "rollout/adapters", "ranks/publishing")
+        f"openrlhf_ext/{part}.py"
+        for part in ("megatron/layers/adapted", "rollout/adapters", "ranks/publishing")
     ),
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "curves_cpu.json": (
-        *_TOY, "configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py",
+        *_TOY,
+        "configs/real_model.yaml",
+        "examples/python/gym_task.py",
+        "examples/python/reward_gsm8k.py",
         "openrlhf_ext/run/corridor.py",
     ),
     "end_to_end_cpu.json": (
-        *_TOY, *(f"openrlhf_ext/{part}" for part in _STEP),
-        *(f"benchmarks/end_to_end_{name}" for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")),
+        *_TOY,
+        *(f"openrlhf_ext/{part}" for part in _STEP),
+        *(
+            f"benchmarks/end_to_end_{name}"
+            for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")
+        ),
     ),
     "engine_side_cpu.json": (
-        "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",
+        "openrlhf_ext/rollout/scheduler.py",
+        "openrlhf_ext/rollout/response.py",
+        "openrlhf_ext/rewards/executor.py",
     ),
     "engine_entropies_cpu.json": (
-        "openrlhf_ext/algorithms", "openrlhf_ext/rollout/worker_extension.py", "examples/python/gym_task.py",
+        "openrlhf_ext/algorithms",
+        "openrlhf_ext/rollout/worker_extension.py",
+        "examples/python/gym_task.py",
     ),
     "faults_cpu.json": (
-        "openrlhf_ext/tools/chaos", "openrlhf_ext/driver/guard.py", "openrlhf_ext/driver/engines.py",
+        "openrlhf_ext/tools/chaos",
+        "openrlhf_ext/driver/guard.py",
+        "openrlhf_ext/driver/engines.py",
         "openrlhf_ext/run/checkpoints.py",
     ),
     "fp8_learning_cpu.json": (
-        *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/layers", "openrlhf_ext/rollout/worker_extension.py",
+        *_TOY,
+        "openrlhf_ext/fp8",
+        "openrlhf_ext/megatron/layers",
+        "openrlhf_ext/rollout/worker_extension.py",
     ),
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
     "gpu_h200.json": (
-        "openrlhf_ext/head", "openrlhf_ext/fp8", "openrlhf_ext/megatron/model", "openrlhf_ext/rollout/sync/cuda_ipc.py",
+        "openrlhf_ext/head",
+        "openrlhf_ext/fp8",
+        "openrlhf_ext/megatron/model",
+        "openrlhf_ext/rollout/sync/cuda_ipc.py",
     ),
-    "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
+    "graders_cpu.json": tuple(
+        f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")
+    ),
     "head_cpu.json": ("openrlhf_ext/head",),
     "ledger_cpu.json": ("openrlhf_ext/run/ledger.py", "openrlhf_ext/driver/rollouts.py"),
     "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
     "probe_cpu.json": (
-        "openrlhf_ext/rollout/probe.py", "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/built.py",
+        "openrlhf_ext/rollout/probe.py",
+        "openrlhf_ext/megatron/model",
+        "openrlhf_ext/megatron/built.py",
         "openrlhf_ext/megatron/step/schedule.py",
     ),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
-    "real_model.json": ("configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py"),
+    "real_model.json": (
+        "configs/real_model.yaml",
+        "examples/python/gym_task.py",
+        "examples/python/reward_gsm8k.py",
+    ),
     "replay_cpu.json": (
-        "openrlhf_ext/megatron/model/experts.py", "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/rollout/scheduler.py", "patches/vllm_moe.py",
+        "openrlhf_ext/megatron/model/experts.py",
+        "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/rollout/scheduler.py",
+        "patches/vllm_moe.py",
     ),
     "replay_learning_cpu.json": (
-        *_TOY, "openrlhf_ext/megatron/model/experts.py", "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/rollout/scheduler.py", "patches/vllm_moe.py",
+        *_TOY,
+        "openrlhf_ext/megatron/model/experts.py",
+        "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/rollout/scheduler.py",
+        "patches/vllm_moe.py",
     ),
     "report_cpu.json": ("openrlhf_ext/tools/report",),
     "scale_cpu.json": (
-        "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/driver/rollouts.py",
-        "openrlhf_ext/rollout/response.py", "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/megatron/step/dealing.py", "openrlhf_ext/algorithms/batch.py",
+        "openrlhf_ext/driver/experience.py",
+        "openrlhf_ext/driver/scoring.py",
+        "openrlhf_ext/driver/rollouts.py",
+        "openrlhf_ext/rollout/response.py",
+        "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/megatron/step/dealing.py",
+        "openrlhf_ext/algorithms/batch.py",
     ),
     "shared_prompts_cpu.json": (
-        "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/megatron/step/dealing.py",
+        "openrlhf_ext/megatron/model",
+        "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/megatron/step/dealing.py",
     ),
     "silent_faults_cpu.json": (
-        "benchmarks/silent", "openrlhf_ext/run/corridor.py", "openrlhf_ext/driver/gauges.py",
-        "openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/movement.py", "openrlhf_ext/sft/gauges.py",
+        "benchmarks/silent",
+        "openrlhf_ext/run/corridor.py",
+        "openrlhf_ext/driver/gauges.py",
+        "openrlhf_ext/rollout/sync",
+        "openrlhf_ext/ranks/movement.py",
+        "openrlhf_ext/sft/gauges.py",
     ),
     "soak_cpu.json": (
-        "openrlhf_ext/megatron/settings.py", "openrlhf_ext/reporting/progress.py", "openrlhf_ext/driver/loop.py",
+        "openrlhf_ext/megatron/settings.py",
+        "openrlhf_ext/reporting/progress.py",
+        "openrlhf_ext/driver/loop.py",
         "openrlhf_ext/driver/guard.py",
     ),
     "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
-}  # fmt: skip
-# <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS; record.head_cpu: only
-# the state of head_cpu.json, for text beside it that is written by hand
+}
+# <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS;
+# record.head_cpu: only the state of head_cpu.json, for text beside it that is written by hand
 REGION = re.compile(r"(<!-- begin: (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COMMIT = re.compile(r"([0-9a-f]{7,40})(-dirty)?\b")
 _LOADED: list[str] = []
@@ -123,9 +180,13 @@ def status_bytes(key: str) -> int:
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """What a number needs to be repeated: machine, load, commit (marked if the work tree differs), versions."""
+    """What a number needs to be repeated: machine, load, commit (marked if the work tree differs),
+    versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if "model name" in line),
+        platform.processor(),
+    )
     return {
         "device": model,
         "cores": os.cpu_count(),
@@ -141,15 +202,20 @@ def commit() -> str:
     """From git, or from the file COMMIT that a copy of the checkout without git has."""
     if (ROOT / "COMMIT").exists():
         return (ROOT / "COMMIT").read_text().strip()
-    return _git("rev-parse", "--short=12", "HEAD") + ("-dirty" if _git("status", "--porcelain") else "")
+    return _git("rev-parse", "--short=12", "HEAD") + (
+        "-dirty" if _git("status", "--porcelain") else ""
+    )
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
 
 
 def digests(paths: Iterable[str]) -> dict[str, str]:
-    """Of files, or of all files of folders: path from the checkout -> digest of what they mean, without comments.
+    """Of files, or of all files of folders: path from the checkout -> digest of what they mean,
+    without comments.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -159,7 +225,9 @@ def digests(paths: Iterable[str]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     found = hashlib.sha256()
-    files = sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    files = sorted(
+        file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    )
     for file in files if path.is_dir() else [path]:
         found.update(_meaning(file))
     return found.hexdigest()[:12]
@@ -170,16 +238,19 @@ def _meaning(file: Path) -> bytes:
         return file.read_bytes()
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body[0] = ast.Pass()
+        # strings that stand alone are documentation: of functions and classes, and of fields
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
     return ast.dump(tree).encode()
 
 
 def unlike(name: str, record: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Files that a record measures: those that have changed since, and those of which it has no digest."""
+    """Files that a record measures: those that have changed since, and those of which it has no
+    digest."""
     known = {path: None for path in MEASURES[name]} | record["measures"]
-    then = {path: digest if isinstance(digest, list) else [digest] for path, digest in known.items()}
+    then = {
+        path: digest if isinstance(digest, list) else [digest] for path, digest in known.items()
+    }
     unknown = [path for path, each in then.items() if None in each]
     now = {path: _digest(ROOT / path) if (ROOT / path).exists() else "" for path in then}
     return [path for path in then if path not in unknown and then[path] != [now[path]]], unknown
@@ -216,7 +287,9 @@ def load(name: str) -> dict[str, Any]:
 def state(name: str) -> str:
     """One line: where a record was measured, and what has changed since."""
     record = load(name)
-    at = " (".join(filter(None, [", ".join(f"`{each}`" for each in commits(record)), _days(record)]))
+    at = " (".join(
+        filter(None, [", ".join(f"`{each}`" for each in commits(record)), _days(record)])
+    )
     text = [f"Measured at commit {at}{')' * ('(' in at)}."]
     changed, unknown = unlike(name, record)
     if changed:
@@ -225,7 +298,9 @@ def state(name: str) -> str:
     if unknown:
         text.append(f"It was not recorded what {_some(unknown)} had in it.")
     if changed or unknown:
-        text.append(f"The numbers are of {'those commits' if len(commits(record)) > 1 else 'that commit'}.")
+        text.append(
+            f"The numbers are of {'those commits' if len(commits(record)) > 1 else 'that commit'}."
+        )
     return wrapped(" ".join(text))
 
 
@@ -254,21 +329,31 @@ def _named(part: Any, keys: tuple[str, ...]) -> Iterable[str]:
     elif isinstance(part, dict):
         for key, value in part.items():
             if key in keys:
-                yield from (text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))
+                yield from (
+                    text
+                    for text in (value if isinstance(value, list) else [value])
+                    if isinstance(text, str)
+                )
             yield from _named(value, keys)
 
 
 def wrapped(text: str) -> str:
     """Markdown of several lines as paragraphs and list items of the width that the pages have."""
     return "\n".join(
-        textwrap.fill(line, 130, subsequent_indent="  " * line.startswith("- "), break_long_words=False,
-                      break_on_hyphens=False)
+        textwrap.fill(
+            line,
+            130,
+            subsequent_indent="  " * line.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for line in text.splitlines()
-    )  # fmt: skip
+    )
 
 
 def filled(page: str) -> str:
-    """A page with every region as its benchmark writes it, and the state of the records that it is made from."""
+    """A page with every region as its benchmark writes it, and the state of the records that it is
+    made from."""
     return REGION.sub(lambda region: f"{region[1]}{_text(region[2], region[3])}\n{region[4]}", page)
 
 
@@ -296,7 +381,9 @@ def _made(program: str, name: str) -> tuple[str, list[str]]:
 
 def main() -> int:
     """Lists, or writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", action="store_true", help="write README and docs")
     if parser.parse_args().pages:
         write_pages()

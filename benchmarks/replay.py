@@ -1,14 +1,17 @@
-"""How far a mixture's policy is from its engine, and whether it learns as a dense one, without routing replay and with.
+"""How far a mixture's policy is from its engine, and whether it learns as a dense one, without
+routing replay and with.
 
     python benchmarks/replay.py                      # both records
     python benchmarks/replay.py --only learning
 
-mismatch  a random mixture (8 experts, 2 for a token, 2 layers) in bf16, three steps of the training command with
+mismatch  a random mixture (8 experts, 2 for a token, 2 layers) in bf16, three steps of the training
+command with
           experts over two ranks, twice with the same seeds: train.routing_replay off and rollout
-learning  configs/quickstart.yaml with fewer steps, on three seeds, from three policies of the quickstart's warm start:
-          its own, a dense Qwen3, and a Qwen3 of 8 experts, 2 for a token, of the same active width. Experts are over
-          two ranks, without replay and with it, in fp32 and in bf16. Seeds are those of sampling and of the order of
-          prompts. A finished run is kept in --work.
+learning  configs/quickstart.yaml with fewer steps, on three seeds, from three policies of the
+quickstart's warm start:
+          its own, a dense Qwen3, and a Qwen3 of 8 experts, 2 for a token, of the same active width.
+          Experts are over two ranks, without replay and with it, in fp32 and in bf16. Seeds are
+          those of sampling and of the order of prompts. A finished run is kept in --work.
 """
 
 from __future__ import annotations
@@ -55,11 +58,20 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # the policy, and options
     "mixture in bf16": ("mixture", OFF | BF16),
     "mixture in bf16, replayed": ("mixture", REPLAYED | BF16),
 }
-GAUGES = ("mismatch/mean_abs", "kl/rollout_max_abs", "moe/replay_changed", "moe/load_max", "grad_norm", "time/step")
+GAUGES = (
+    "mismatch/mean_abs",
+    "kl/rollout_max_abs",
+    "moe/replay_changed",
+    "moe/load_max",
+    "grad_norm",
+    "time/step",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     folder = "folder of the runs; mismatch/ in it must be new"
     parser.add_argument("--work", type=Path, default=Path("runs/replay"), help=folder)
     parser.add_argument("--only", choices=["mismatch", "learning"], help="one of the records")
@@ -77,9 +89,9 @@ def train(options: Mapping[str, Any], *more: str) -> None:
     subprocess.run(command, check=True, timeout=RUN_S, cwd=record.ROOT)
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Mismatch
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_mismatch(work: Path) -> None:
@@ -88,7 +100,8 @@ def measure_mismatch(work: Path) -> None:
     task = Task.make(work)
     make_tiny_policy(work / "policy", "qwen3_moe", head_dim=32)
     found = {
-        "what": "a bf16 mixture of experts and its engine, with the policy's routing and with the engine's",
+        "what": "a bf16 mixture of experts and its engine, with the policy's routing and with the "
+        "engine's",
         **record.environment(*PACKAGES),
         "settings": SETTINGS,
         "runs": {replay: run(task, replay) for replay in ("off", "rollout")},
@@ -115,34 +128,44 @@ def table() -> str:
     own, replayed = found["runs"]["off"], found["runs"]["rollout"]
     return (
         f"A random mixture of 8 experts in bf16 on a CPU, {own['tokens']:.0f} tokens ([record]"
-        "(../benchmarks/results/replay_cpu.json)): log-probs of policy and engine differ by at most "
-        f"{own['largest']:.2f} nats, {own['mean']:.4f} on average; with the engine's experts by at most "
-        f"{replayed['largest']:.3f}, {replayed['mean']:.4f} on average. The policy would have chosen others for "
-        f"{replayed['changed']:.2%} of a layer's tokens."
+        "(../benchmarks/results/replay_cpu.json)): log-probs of policy and engine differ by at "
+        f"most {own['largest']:.2f} nats, {own['mean']:.4f} on average; with the engine's "
+        f"experts by at most {replayed['largest']:.3f}, {replayed['mean']:.4f} on average. The "
+        f"policy would have chosen others for {replayed['changed']:.2%} of a layer's tokens."
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Learning
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_learning(work: Path) -> None:
     """Writes the record."""
     work.mkdir(parents=True, exist_ok=True)
     policies = {
-        "dense": toy_policy.build_model, "dense_qwen3": untrained_dense, "mixture": untrained_mixture,
-    }  # fmt: skip
+        "dense": toy_policy.build_model,
+        "dense_qwen3": untrained_dense,
+        "mixture": untrained_mixture,
+    }
     for name, untrained in policies.items():
         if not (work / name).exists():
             warm_start(work / name, untrained)
     settings = toy_policy.PolicySettings()
     toy_task.write_task(work / "data", seed=settings.seed, largest_value=settings.largest_value)
     found = {
-        "what": "the quickstart's policy and a mixture of the same active width learn, without replay and with it",
+        "what": "the quickstart's policy and a mixture of the same active width learn, without "
+        "replay and with it",
         **record.environment(*PACKAGES),
-        "settings": {"config": "configs/quickstart.yaml", "steps": STEPS, "seeds": SEEDS, "mixture": MIXTURE},
-        "parameters": {name: json.loads((work / name / "parameters.json").read_text()) for name in policies},
+        "settings": {
+            "config": "configs/quickstart.yaml",
+            "steps": STEPS,
+            "seeds": SEEDS,
+            "mixture": MIXTURE,
+        },
+        "parameters": {
+            name: json.loads((work / name / "parameters.json").read_text()) for name in policies
+        },
         "arms": {name: [learn(name, seed, work) for seed in SEEDS] for name in ARMS},
     }
     record.write(LEARNING, found)
@@ -167,21 +190,35 @@ def untrained_dense(settings: toy_policy.PolicySettings, tokenizer: Any) -> Any:
 
 
 def _untrained(
-    config: Any, model: Any, settings: toy_policy.PolicySettings, tokenizer: Any, more: Mapping[str, Any]
+    config: Any,
+    model: Any,
+    settings: toy_policy.PolicySettings,
+    tokenizer: Any,
+    more: Mapping[str, Any],
 ) -> Any:
     import torch
     from transformers import GenerationConfig
 
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     shape = config(
-        vocab_size=len(tokenizer), hidden_size=settings.hidden_size, num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads, num_key_value_heads=settings.kv_heads,
-        head_dim=settings.hidden_size // settings.heads, max_position_embeddings=settings.max_positions,
-        initializer_range=settings.initializer_range, tie_word_embeddings=False, bos_token_id=None, **ids, **more,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        head_dim=settings.hidden_size // settings.heads,
+        max_position_embeddings=settings.max_positions,
+        initializer_range=settings.initializer_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        **ids,
+        **more,
+    )
     torch.manual_seed(settings.seed)
     made = model(shape)
-    made.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    made.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids
+    )
     return made
 
 
@@ -202,18 +239,29 @@ def warm_start(folder: Path, untrained: Any) -> None:
 
 
 def learn(name: str, seed: int, work: Path) -> dict[str, Any]:
-    """A run's accuracy: of samples at every step, and on held-out problems before and after; means of gauges."""
+    """A run's accuracy: of samples at every step, and on held-out problems before and after; means
+    of gauges."""
     policy, options = ARMS[name]
     out = work / f"{name.replace(',', '').replace(' ', '_')}_{seed}"
     metrics = out / "metrics.jsonl"
     records = read(metrics)
     if [each["step"] for each in records[-1:]] != [STEPS]:
-        train({
-            "actor.model_name_or_path": work / policy, "data.prompt_dataset": work / "data/train.jsonl",
-            "data.max_samples": STEPS * PROMPTS, "eval.dataset": work / "data/heldout.jsonl", "eval.steps": STEPS,
-            "train.seed": seed, "reward.remote_url": record.ROOT / "examples/python/reward_arithmetic.py",
-            "ckpt.output_dir": out, "ckpt.path": out / "checkpoints", **options,
-        }, "--config", "configs/quickstart.yaml")  # fmt: skip
+        train(
+            {
+                "actor.model_name_or_path": work / policy,
+                "data.prompt_dataset": work / "data/train.jsonl",
+                "data.max_samples": STEPS * PROMPTS,
+                "eval.dataset": work / "data/heldout.jsonl",
+                "eval.steps": STEPS,
+                "train.seed": seed,
+                "reward.remote_url": record.ROOT / "examples/python/reward_arithmetic.py",
+                "ckpt.output_dir": out,
+                "ckpt.path": out / "checkpoints",
+                **options,
+            },
+            "--config",
+            "configs/quickstart.yaml",
+        )
         records = read(metrics)
     steps = [each for each in records if "accuracy/mean" in each]
     return {
@@ -221,12 +269,18 @@ def learn(name: str, seed: int, work: Path) -> dict[str, Any]:
         "heldout": [each["eval/accuracy"] for each in records if "eval/accuracy" in each],
         "accuracy": [each["accuracy/mean"] for each in steps],
         "reward": [each["reward/mean"] for each in steps],
-        **{gauge: statistics.fmean(each[gauge] for each in steps) for gauge in GAUGES if gauge in steps[0]},
+        **{
+            gauge: statistics.fmean(each[gauge] for each in steps)
+            for gauge in GAUGES
+            if gauge in steps[0]
+        },
     }
 
 
 def read(metrics: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
 
 
 def learning() -> str:
@@ -234,10 +288,12 @@ def learning() -> str:
     found = record.load(LEARNING.name)
     settings = found["settings"]
     lines = [
-        f"The quickstart's task, {settings['steps']} steps, {len(settings['seeds'])} seeds: means, and the range in "
-        "parentheses ([record](../benchmarks/results/replay_learning_cpu.json)). The mixture has "
-        f"{settings['mixture']['num_experts']} experts, {settings['mixture']['num_experts_per_tok']} for a token, and "
-        "the dense policy's active width. All start from the quickstart's warm start.",
+        f"The quickstart's task, {settings['steps']} steps, {len(settings['seeds'])} seeds: "
+        "means, and the range in parentheses "
+        "([record](../benchmarks/results/replay_learning_cpu.json)). The mixture has "
+        f"{settings['mixture']['num_experts']} experts, "
+        f"{settings['mixture']['num_experts_per_tok']} for a token, and the dense policy's "
+        "active width. All start from the quickstart's warm start.",
         "",
         "| policy | held-out accuracy before | after | of the samples of all steps "
         "| mean abs dlogp of policy and engine | other experts |",
@@ -250,7 +306,10 @@ def learning() -> str:
         off = statistics.fmean(run["mismatch/mean_abs"] for run in runs)
         changed = statistics.fmean(run.get("moe/replay_changed", 0.0) for run in runs)
         numbers = [*map(spread, (before, after, whole)), f"{off:.2g}"]
-        lines.append(f"| {' | '.join([name, *numbers])} | {f'{changed:.2%}' if 'replayed' in name else '-'} |")
+        lines.append(
+            f"| {' | '.join([name, *numbers])} | "
+            f"{f'{changed:.2%}' if 'replayed' in name else '-'} |"
+        )
     return "\n".join(lines)
 
 

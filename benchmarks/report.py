@@ -31,13 +31,24 @@ LOADED = """new Promise(r => requestAnimationFrame(() => requestAnimationFrame(
 def measure() -> dict[str, object]:
     """Seconds and bytes of one page with every documented metric."""
     own = {"step", "time", "nonfinite", "label"}
-    names = [metric.name for metric in METRICS if not metric.name.endswith("/*") and metric.name not in own]
+    names = [
+        metric.name
+        for metric in METRICS
+        if not metric.name.endswith("/*") and metric.name not in own
+    ]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         runs = [
-            make_run(root / f"run{seed}", STEPS, seed=seed, ranks=RANKS, names=names, options={"train.seed": seed})
+            make_run(
+                root / f"run{seed}",
+                STEPS,
+                seed=seed,
+                ranks=RANKS,
+                names=names,
+                options={"train.seed": seed},
+            )
             for seed in range(RUNS)
-        ]  # fmt: skip
+        ]
         page, started = root / "report.html", time.perf_counter()
         assert report([*map(str, runs), "--output", str(page)]) == 0
         made, loads = time.perf_counter() - started, []
@@ -48,11 +59,18 @@ def measure() -> dict[str, object]:
                 assert browser.value(LOADED) >= 2 * RUNS
                 loads.append(time.perf_counter() - started)
         return {
-            "runs": RUNS, "steps": STEPS, "metrics": len(names), "ranks": RANKS, "bytes": page.stat().st_size,
-            "seconds_to_make": round(made, 2), "seconds_to_load": {
-                "median": round(statistics.median(loads), 2), "most": round(max(loads), 2), "loads": LOADS,
+            "runs": RUNS,
+            "steps": STEPS,
+            "metrics": len(names),
+            "ranks": RANKS,
+            "bytes": page.stat().st_size,
+            "seconds_to_make": round(made, 2),
+            "seconds_to_load": {
+                "median": round(statistics.median(loads), 2),
+                "most": round(max(loads), 2),
+                "loads": LOADS,
             },
-        }  # fmt: skip
+        }
 
 
 def main() -> None:
@@ -60,9 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/report_cpu.json"))
     arguments = parser.parse_args()
-    browser = subprocess.run([str(CHROMIUM), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    browser = subprocess.run(
+        [str(CHROMIUM), "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     found = {
-        "what": "openrlhf_ext.cli.report of made-up runs, every documented metric in every step; loaded in Chromium",
+        "what": "openrlhf_ext.cli.report of made-up runs, every documented metric in every step; "
+        "loaded in Chromium",
         **record.environment(),
         "browser": browser,
         "page": measure(),

@@ -1,14 +1,17 @@
-"""A figure or a table of a paper: its runs on the toy policy or on a small real model, or the commands of a cluster.
+"""A figure or a table of a paper: its runs on the toy policy or on a small real model, or the
+commands of a cluster.
 
     bash examples/scripts/reproduce.sh --list
-    bash examples/scripts/reproduce.sh simoni fig3                     # toy policy, two cores, minutes
-    bash examples/scripts/reproduce.sh simoni fig3 --scale real        # SmolLM2-135M, two cores, a run after the other
-    bash examples/scripts/reproduce.sh simoni fig3 --scale paper       # prints the cluster's commands
+    bash examples/scripts/reproduce.sh simoni fig3                     # toy policy, two cores,
+    minutes bash examples/scripts/reproduce.sh simoni fig3 --scale real        # SmolLM2-135M, two
+    cores, a run after the other bash examples/scripts/reproduce.sh simoni fig3 --scale paper
+    # prints the cluster's commands
 
-``configs/papers.yaml`` has the items. At scale ``toy`` every run keeps its method, with the recipe's options of the
-method, length penalty, Adam's betas and group size, and learns a task of two minutes by the trainer of one process that
-studies use (docs/science.md). At scale ``real`` it keeps the same, and the whole stack trains what
-examples/scripts/real_model.sh trains. Both show that the path of a figure works, not what the paper found. Exit status:
+``configs/papers.yaml`` has the items. At scale ``toy`` every run keeps its method, with the
+recipe's options of the method, length penalty, Adam's betas and group size, and learns a task of
+two minutes by the trainer of one process that studies use (docs/science.md). At scale ``real`` it
+keeps the same, and the whole stack trains what examples/scripts/real_model.sh trains. Both show
+that the path of a figure works, not what the paper found. Exit status:
 0; 1 if a run failed; 2 if the item is wrong.
 """
 
@@ -36,7 +39,17 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from benchmarks import real_model, record
 from benchmarks.study.outcomes import smoothed
-from benchmarks.study.runs import Places, Rows, commit, execute, finished, hardware, missing, read_rows, runs_of
+from benchmarks.study.runs import (
+    Places,
+    Rows,
+    commit,
+    execute,
+    finished,
+    hardware,
+    missing,
+    read_rows,
+    runs_of,
+)
 from benchmarks.study.settings import Study, StudyError, faults
 from openrlhf_ext.cli import plan, report
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
@@ -81,7 +94,8 @@ class _Part(BaseModel):
 
 
 class Toy(_Part):
-    """The task that stands for a paper's data: what makes policy and problems, and how much of it a step takes."""
+    """The task that stands for a paper's data: what makes policy and problems, and how much of it a
+    step takes."""
 
     maker: str
     reward: str
@@ -98,7 +112,8 @@ class Evaluation(_Part):
 
 
 class Run(_Part):
-    """A recipe with other options; ``toy`` are those in their place at scales toy and real, whose answers are short."""
+    """A recipe with other options; ``toy`` are those in their place at scales toy and real, whose
+    answers are short."""
 
     recipe: str
     data: str
@@ -108,14 +123,16 @@ class Run(_Part):
 
 
 class Tuned(_Part):
-    """A run of supervised fine-tuning: a recipe of configs/sft. At scales toy and real there is none."""
+    """A run of supervised fine-tuning: a recipe of configs/sft. At scales toy and real there is
+    none."""
 
     recipe: str
     data: str
 
 
 class Item(_Part):
-    """What of the runs is drawn: ``curves`` of rollouts over steps, ``evaluated`` numbers over steps, a ``table``."""
+    """What of the runs is drawn: ``curves`` of rollouts over steps, ``evaluated`` numbers over
+    steps, a ``table``."""
 
     what: str
     runs: list[str]
@@ -127,8 +144,8 @@ class Item(_Part):
 
 
 class Paper(_Part):
-    """The figures and tables of a text, and the ``missing`` ones with the reason; ``data``: the words that
-    prepare_data.py makes each file of."""
+    """The figures and tables of a text, and the ``missing`` ones with the reason; ``data``: the
+    words that prepare_data.py makes each file of."""
 
     title: str
     reward: str
@@ -148,12 +165,16 @@ class ReproduceError(ValueError):
 
 def read_papers() -> dict[str, Paper]:
     """All papers by name. Raises ValueError where PAPERS is not as the classes above say."""
-    papers = {name: Paper.model_validate(raw) for name, raw in yaml.safe_load(PAPERS.read_text()).items()}
+    papers = {
+        name: Paper.model_validate(raw) for name, raw in yaml.safe_load(PAPERS.read_text()).items()
+    }
     for name, paper in papers.items():
         for item, value in paper.items.items():
             unknown = [run for run in value.runs if run not in paper.runs]
             if unknown := unknown + [run for run in value.sft if run not in paper.sft]:
-                raise ValueError(f"{PAPERS}: {name}.items.{item}: no such runs: {', '.join(unknown)}")
+                raise ValueError(
+                    f"{PAPERS}: {name}.items.{item}: no such runs: {', '.join(unknown)}"
+                )
     return papers
 
 
@@ -170,12 +191,17 @@ def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
     raise ReproduceError(f"{kind} must be one of {', '.join(known)}, got {name}{hint}")
 
 
-# ---- the toy policy -------------------------------------------------------------------------------------------------
+# ---- the toy policy
+# -------------------------------------------------------------------------------------------------
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
     """Nested options by dotted name."""
-    settings = (setting for name, value in options.items() for setting in flattened(name, value, "papers.yaml"))
+    settings = (
+        setting
+        for name, value in options.items()
+        for setting in flattened(name, value, "papers.yaml")
+    )
     return {setting.name: setting.value for setting in settings}
 
 
@@ -190,8 +216,12 @@ def method_options(run: Run) -> dict[str, Any]:
     kept = recipe | given
     estimator = kept["algo.advantage.estimator"]
     of_others = re.compile(rf"algo\.(?!advantage\.|kl\.|{estimator}\.)")
-    options = {n: v for n, v in kept.items() if _OF_THE_METHOD.fullmatch(n) and not of_others.match(n)}
-    return options | {"rollout.n_samples_per_prompt": int(given.get("rollout.n_samples_per_prompt", _GROUP))}
+    options = {
+        n: v for n, v in kept.items() if _OF_THE_METHOD.fullmatch(n) and not of_others.match(n)
+    }
+    return options | {
+        "rollout.n_samples_per_prompt": int(given.get("rollout.n_samples_per_prompt", _GROUP))
+    }
 
 
 def toy_options(run: Run, toy: Toy) -> dict[str, Any]:
@@ -220,7 +250,12 @@ def toy_study(paper: Paper, item: Item, *, steps: int | None = None, seeds: int 
             "steps": length,
             "seeds": seeds,
             "environment": run.environment,
-            "evaluation": {"every": max(1, length // 5), "problems": 32, "last_problems": 128, "samples": 16},
+            "evaluation": {
+                "every": max(1, length // 5),
+                "problems": 32,
+                "last_problems": 128,
+                "samples": 16,
+            },
         }
         cells[name] = {"task": task, "options": toy_options(run, toy)}
     study = Study.model_validate({"tasks": tasks, "cells": cells, "options": _TOY})
@@ -240,7 +275,9 @@ def run_toy(name: str, paper: Paper, item_name: str, arguments: argparse.Namespa
         runs = runs_of(study, study.arms)
         left = missing(study, runs, finished(study, runs, read_rows(places)))
         print(f"{name} {item_name}: {len(left)} of {len(runs)} runs to go in {folder}", flush=True)
-        failed = execute(study, left, places, rows, workers=arguments.workers, device="cpu", told=print)
+        failed = execute(
+            study, left, places, rows, workers=arguments.workers, device="cpu", told=print
+        )
     finally:
         rows.close()
     if failed:
@@ -256,7 +293,11 @@ def run_toy(name: str, paper: Paper, item_name: str, arguments: argparse.Namespa
 
 
 def show(
-    item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: str, picture: Path, note: str = ""
+    item: Item,
+    of_run: Mapping[str, Sequence[Mapping[str, Any]]],
+    title: str,
+    picture: Path,
+    note: str = "",
 ) -> None:
     """Draws the picture, and writes and prints the table beside it."""
     draw(item, of_run, title, picture)
@@ -266,7 +307,8 @@ def show(
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Mean over seeds of the evaluation after the last step; of its rollouts' last tenth for what only they have."""
+    """Mean over seeds of the evaluation after the last step; of its rollouts' last tenth for what
+    only they have."""
     found = []
     for row in rows:
         value = row["evaluations"][-1].get(name)
@@ -293,7 +335,9 @@ def table_text(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     return "\n".join(lines) + "\n"
 
 
-def draw(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: str, picture: Path) -> None:
+def draw(
+    item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: str, picture: Path
+) -> None:
     """A panel for each curve; for a table of pass@k its curve over k."""
     import matplotlib
 
@@ -305,7 +349,14 @@ def draw(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: s
     for axis, panel in zip(axes[0], panels, strict=True):
         for number, (run, rows) in enumerate(of_run.items()):
             x, y = _points(panel, item, rows)
-            axis.plot(x, y, color=f"C{number % 10}", label=run, linewidth=1.1, marker="." if len(x) < 12 else None)
+            axis.plot(
+                x,
+                y,
+                color=f"C{number % 10}",
+                label=run,
+                linewidth=1.1,
+                marker="." if len(x) < 12 else None,
+            )
         if panel == "completion_entropy":
             axis.axhline(_LN2, color="gray", linestyle=":", linewidth=0.8)
         axis.set(title=panel, xlabel="k" if panel == "pass@k" else "step")
@@ -317,28 +368,40 @@ def draw(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: s
     pyplot.close(figure)
 
 
-def _points(panel: str, item: Item, rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+def _points(
+    panel: str, item: Item, rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[float], list[float]]:
     """Means over seeds."""
     if panel == "pass@k":
         names = [name for name in item.table if name.startswith("pass@")]
         return [float(name[5:]) for name in names], [_mean(rows, name) or 0.0 for name in names]
     if panel in item.evaluated:
         curves = [[(e["step"], e[panel]) for e in row["evaluations"]] for row in rows]
-        return [x for x, _ in curves[0]], [sum(y for _, y in at) / len(at) for at in zip(*curves, strict=True)]
-    smooth = [smoothed([0.0 if v is None else v for v in row["steps"].get(panel, [])]) for row in rows]
+        return [x for x, _ in curves[0]], [
+            sum(y for _, y in at) / len(at) for at in zip(*curves, strict=True)
+        ]
+    smooth = [
+        smoothed([0.0 if v is None else v for v in row["steps"].get(panel, [])]) for row in rows
+    ]
     values = [sum(at) / len(at) for at in zip(*smooth, strict=True)]
     return [float(step) for step in range(1, len(values) + 1)], values
 
 
 def _record(
-    name: str, item_name: str, picture: Path, of_run: Mapping[str, Sequence[Any]], item: Item, seconds: int
+    name: str,
+    item_name: str,
+    picture: Path,
+    of_run: Mapping[str, Sequence[Any]],
+    item: Item,
+    seconds: int,
 ) -> None:
     """The committed record: commit, command, picture, numbers."""
     from PIL import Image
 
     kept = PICTURES / f"{name}_{item_name}.png"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(picture).convert("RGB").quantize(128).save(kept, optimize=True)  # a third of matplotlib's size
+    # a third of matplotlib's size
+    Image.open(picture).convert("RGB").quantize(128).save(kept, optimize=True)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"items": {}}
     some = next(iter(of_run.values()))
     record["items"][f"{name} {item_name}"] = {
@@ -357,13 +420,21 @@ def _record(
         partial.write_text(json.dumps(record, indent=1) + "\n")
 
 
-# ---- a real model ---------------------------------------------------------------------------------------------------
+# ---- a real model
+# --------------------------------------------------------------------------------------------------
 
 
 def real_options(run: Run, paper: Paper, steps: int) -> dict[str, Any]:
-    """What train_ppo_ray is told of a run beside configs/real_model.yaml, whose reward is 0 or 1."""
-    options = {name: value for name, value in method_options(run).items() if not name.endswith(".success_threshold")}
-    ks = [int(name.removeprefix("pass@")) for item in paper.items.values() for name in item.evaluated]
+    """What train_ppo_ray is told of a run beside configs/real_model.yaml, whose reward is 0 or
+    1."""
+    options = {
+        name: value
+        for name, value in method_options(run).items()
+        if not name.endswith(".success_threshold")
+    }
+    ks = [
+        int(name.removeprefix("pass@")) for item in paper.items.values() for name in item.evaluated
+    ]
     return options | {
         "train.batch_size": real_model.PROMPTS * options["rollout.n_samples_per_prompt"],
         "eval.steps": max(1, steps // 2),
@@ -374,7 +445,9 @@ def real_options(run: Run, paper: Paper, steps: int) -> dict[str, Any]:
 def real_folder(folder: Path, options: Mapping[str, Any], steps: int) -> Path:
     """Of the run with these options; runs that differ in model or data only have the same."""
     measured = record.digests([*real_model.FILES, "openrlhf_ext/algorithms"])
-    digest = hashlib.sha256(json.dumps([options, steps, measured], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps([options, steps, measured], sort_keys=True).encode()
+    ).hexdigest()
     return folder / f"{options['algo.advantage.estimator']}-{digest[:8]}"
 
 
@@ -395,7 +468,11 @@ def run_real(name: str, paper: Paper, item_name: str, arguments: argparse.Namesp
             model = real_model.prepare(work)
             _evaluated(model, start, item, work)
         for folder in left:
-            print(f"{folder.name}: {steps} steps, {[run for run in folders if folders[run] == folder]}", flush=True)
+            print(
+                f"{folder.name}: {steps} steps, "
+                f"{[run for run in folders if folders[run] == folder]}",
+                flush=True,
+            )
             _trained(model, folder, work, steps, made[folder])
             _evaluated(str(folder), folder / "after.json", item, work)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -410,9 +487,13 @@ def run_real(name: str, paper: Paper, item_name: str, arguments: argparse.Namesp
 
 def _as_real(item: Item) -> tuple[Item, str]:
     """What of an item the real model can show, and a note on what it cannot."""
-    note = "\nformat is left out: the real model's reward is of numbers, not of tags.\n" * (_OF_TAGS in item.curves)
+    note = "\nformat is left out: the real model's reward is of numbers, not of tags.\n" * (
+        _OF_TAGS in item.curves
+    )
     note += "\nRuns of supervised fine-tuning are left out.\n" * bool(item.sft)
-    return item.model_copy(update={"curves": [curve for curve in item.curves if curve != _OF_TAGS]}), note
+    return item.model_copy(
+        update={"curves": [curve for curve in item.curves if curve != _OF_TAGS]}
+    ), note
 
 
 def _is_finished(folder: Path, item: Item) -> bool:
@@ -424,7 +505,12 @@ def _trained(model: str, folder: Path, work: Path, steps: int, options: Mapping[
     if (folder / _TRAINED).exists():
         return
     checkpoints = folder / "checkpoints"
-    resumed = {"ckpt.path": str(checkpoints), "ckpt.save_steps": 5, "ckpt.max_num": 1, "ckpt.load_enable": True}
+    resumed = {
+        "ckpt.path": str(checkpoints),
+        "ckpt.save_steps": 5,
+        "ckpt.max_num": 1,
+        "ckpt.load_enable": True,
+    }
     real_model.train(model, folder, work, steps, *words({**options, **resumed}))
     (folder / _TRAINED).touch()
     shutil.rmtree(checkpoints)
@@ -446,7 +532,12 @@ def _real_row(folder: Path) -> dict[str, Any]:
     made = [line for line in lines if "reward/mean" in line]
     steps = {own: [line.get(name) for line in made] for own, name in IN_REPORT.items()}
     evaluations = [
-        {"step": line["step"], **{name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}}
+        {
+            "step": line["step"],
+            **{
+                name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name
+            },
+        }
         for line in lines
         if "eval/accuracy" in line
     ]
@@ -457,10 +548,14 @@ def _real_row(folder: Path) -> dict[str, Any]:
 
 def _shares(result: Path) -> dict[str, float]:
     found = json.loads(result.read_text())
-    return {"accuracy": found["accuracy"], **{f"pass@{k}": share for k, share in found["pass_at_k"].items()}}
+    return {
+        "accuracy": found["accuracy"],
+        **{f"pass@{k}": share for k, share in found["pass_at_k"].items()},
+    }
 
 
-# ---- the cluster ----------------------------------------------------------------------------------------------------
+# ---- the cluster
+# --------------------------------------------------------------------------------------------------
 
 
 def words(options: Mapping[str, Any]) -> list[str]:
@@ -468,7 +563,10 @@ def words(options: Mapping[str, Any]) -> list[str]:
     typed: list[str] = []
     for name, value in flat(options).items():
         values = value if isinstance(value, list) else [value]
-        texts = ["null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
+        texts = [
+            "null" if v is None else str(v).lower() if isinstance(v, bool) else str(v)
+            for v in values
+        ]
         typed += [f"--{name}", *texts]
     return typed
 
@@ -479,10 +577,17 @@ def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
     trained, tuned = [paper.runs[run] for run in item.runs], [paper.sft[run] for run in item.sft]
     yield f"# {paper.title}, {item_name}: {item.what}"
     yield f"# ours: {item.ours}"
-    yield "# $MODELS: the start models; $DATA/*_train.jsonl, *_test.jsonl: data sets as published (docs/papers.md)"
+    yield (
+        "# $MODELS: the start models; $DATA/*_train.jsonl, *_test.jsonl: data sets as published "
+        "(docs/papers.md)"
+    )
     sets = paper.evaluation.benchmarks if any(map(_evaluates, trained)) else []
-    for data in dict.fromkeys([*(run.data for run in trained), *(run.data for run in tuned), *sets]):
-        yield f"python examples/python/prepare_data.py {paper.data[data]} --output $DATA/{data}.jsonl"
+    for data in dict.fromkeys(
+        [*(run.data for run in trained), *(run.data for run in tuned), *sets]
+    ):
+        yield (
+            f"python examples/python/prepare_data.py {paper.data[data]} --output $DATA/{data}.jsonl"
+        )
     for run_name, sft in zip(item.sft, tuned, strict=True):
         yield _tuning_command(sft, f"{folder}/{run_name}")
     yield "# on a cluster: submit_recipe.sh URL, or slurm_recipe.sh"
@@ -490,13 +595,20 @@ def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
         yield _training_command(run, paper, f"{folder}/{run_name}")
     runs = [*item.sft, *item.runs]
     if item.table or item.evaluated:
-        if any("ckpt.best_metric_key" in yaml.safe_load(recipe_path(run).read_text()) for run in trained):
-            yield "# a run that collapsed: --model OUT/checkpoints/global_stepN_hf; best.json beside it says N"
+        if any(
+            "ckpt.best_metric_key" in yaml.safe_load(recipe_path(run).read_text())
+            for run in trained
+        ):
+            yield (
+                "# a run that collapsed: --model OUT/checkpoints/global_stepN_hf; best.json "
+                "beside it says N"
+            )
         files = " ".join(f"{each}=$DATA/{each}_test.jsonl" for each in paper.evaluation.benchmarks)
         for run_name in runs:
             yield (
-                f"openrlhf-ext evaluate --protocol {paper.evaluation.protocol} --model {folder}/{run_name} --benchmark "
-                f"{files} --engine vllm --device cuda --dtype bfloat16 --out {folder}/{run_name}/evaluation"
+                f"openrlhf-ext evaluate --protocol {paper.evaluation.protocol} --model "
+                f"{folder}/{run_name} --benchmark {files} --engine vllm --device cuda --dtype "
+                f"bfloat16 --out {folder}/{run_name}/evaluation"
             )
     drawn = [IN_REPORT[curve] for curve in item.curves]
     if "conflict_forward" in item.curves:
@@ -505,24 +617,34 @@ def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
         drawn += [f"eval/{each}/pass@K" for each in sets]
     if drawn:
         yield f"# in the report: {', '.join(drawn)}"
-    yield f"openrlhf-ext report {' '.join(f'{folder}/{run}' for run in runs)} --output {folder}/{item_name}.html"
+    yield (
+        f"openrlhf-ext report {' '.join(f'{folder}/{run}' for run in runs)} --output "
+        f"{folder}/{item_name}.html"
+    )
 
 
 def _evaluates(run: Run) -> bool:
     """Whether the recipe evaluates during training."""
-    return any(option.startswith("eval.") for option in yaml.safe_load(recipe_path(run).read_text()))
+    return any(
+        option.startswith("eval.") for option in yaml.safe_load(recipe_path(run).read_text())
+    )
 
 
 def _training_command(run: Run, paper: Paper, out: str) -> str:
-    model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition("/")[2]
+    model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition(
+        "/"
+    )[2]
     given = [*words(run.options), "--ckpt.output_dir", out, "--ckpt.path", f"{out}/checkpoints"]
     typed = shlex.join(given)
     if _evaluates(run):
-        typed += f" --eval.dataset {','.join(f'{each}=$DATA/{each}.jsonl' for each in paper.evaluation.benchmarks)}"
+        typed += (
+            " --eval.dataset "
+            f"{','.join(f'{each}=$DATA/{each}.jsonl' for each in paper.evaluation.benchmarks)}"
+        )
     variables = "".join(f"{key}={value} " for key, value in run.environment.items())
     return (
-        f"{variables}bash examples/scripts/train_recipe.sh {run.recipe} $MODELS/{model} $DATA/{run.data}.jsonl "
-        f"{paper.reward} {typed}"
+        f"{variables}bash examples/scripts/train_recipe.sh {run.recipe} $MODELS/{model} "
+        f"$DATA/{run.data}.jsonl {paper.reward} {typed}"
     )
 
 
@@ -531,19 +653,23 @@ def tuning_path(run: Tuned) -> Path:
 
 
 def _tuning_command(run: Tuned, out: str) -> str:
-    model = yaml.safe_load(tuning_path(run).read_text())["model.model_name_or_path"].rpartition("/")[2]
+    model = yaml.safe_load(tuning_path(run).read_text())["model.model_name_or_path"].rpartition(
+        "/"
+    )[2]
     return (
         f"python -m openrlhf_ext.cli.train_sft --config {tuning_path(run).relative_to(ROOT)} "
-        f"--model.model_name_or_path $MODELS/{model} --data.dataset $DATA/{run.data}.jsonl --ckpt.output_dir {out} "
-        f"--ckpt.path {out}/checkpoints"
+        f"--model.model_name_or_path $MODELS/{model} --data.dataset $DATA/{run.data}.jsonl "
+        f"--ckpt.output_dir {out} --ckpt.path {out}/checkpoints"
     )
 
 
-# ---- docs/papers.md --------------------------------------------------------------------------------------------------
+# ---- docs/papers.md
+# --------------------------------------------------------------------------------------------------
 
 
 def pages_table(papers: Mapping[str, Paper]) -> str:
-    """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of them is measured."""
+    """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of
+    them is measured."""
     planned: dict[tuple[str, Any], tuple[int, float]] = {}
     lines = ["| item | what | recipes | needs | ours |", "|---|---|---|---|---|"]
     for name, paper in papers.items():
@@ -556,11 +682,20 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
                 planned[key] = planned.get(key) or _planned(run)
                 gpus, step_s = planned[key]
                 hours.setdefault(gpus, []).append(paper.steps * step_s / 3600)
-            needs = ", ".join(f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items())
+            needs = ", ".join(
+                f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items()
+            )
             tuned = dict.fromkeys(f"sft/{paper.sft[run].recipe}" for run in item.sft)
-            recipes = ", ".join(f"`{recipe}`" for recipe in [*dict.fromkeys(run.recipe for run in runs), *tuned])
-            lines.append(f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |")
-        lines += [f"| {name} {item_name} | no command: {why} | - | - | - |" for item_name, why in paper.missing.items()]
+            recipes = ", ".join(
+                f"`{recipe}`" for recipe in [*dict.fromkeys(run.recipe for run in runs), *tuned]
+            )
+            lines.append(
+                f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |"
+            )
+        lines += [
+            f"| {name} {item_name} | no command: {why} | - | - | - |"
+            for item_name, why in paper.missing.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -569,8 +704,12 @@ def pictures_table() -> str:
     record = json.loads(RECORD.read_text())["items"]
     lines = ["| item | commit | steps, seeds | picture |", "|---|---|---|---|"]
     for item, found in record.items():
-        picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace("(../docs/", "(")
-        lines.append(f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |")
+        picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace(
+            "(../docs/", "("
+        )
+        lines.append(
+            f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -585,7 +724,8 @@ def _planned(run: Run) -> tuple[int, float]:
     return found["gpus"], found["configured"]["seconds"]["step"]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------
 
 
 def listing(papers: Mapping[str, Paper]) -> str:
@@ -594,7 +734,9 @@ def listing(papers: Mapping[str, Paper]) -> str:
     for name, paper in papers.items():
         lines.append(f"{name}: {paper.title}")
         runs = {item: len(value.runs) + len(value.sft) for item, value in paper.items.items()}
-        lines += [f"  {item:16} {runs[item]:2} runs  {value.what}" for item, value in paper.items.items()]
+        lines += [
+            f"  {item:16} {runs[item]:2} runs  {value.what}" for item, value in paper.items.items()
+        ]
         lines += [f"  {item:16} none     {why}" for item, why in paper.missing.items()]
     return "\n".join(lines)
 
@@ -607,15 +749,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("paper", nargs="?", metavar="PAPER", help="such as simoni; --list has all")
     add("item", nargs="?", metavar="ITEM", help="a figure or a table, such as fig3")
-    add("--scale", choices=["toy", "real", "paper"], default="toy", help="toy policy or SmolLM2-135M on this machine, "
-        "or a cluster's commands")  # fmt: skip
+    add(
+        "--scale",
+        choices=["toy", "real", "paper"],
+        default="toy",
+        help="toy policy or SmolLM2-135M on this machine, or a cluster's commands",
+    )
     add("--list", action="store_true", help="print papers and items")
     add("--table", action="store_true", help="print the table of docs/papers.md")
     add("--seeds", type=int, default=1, help="toy: runs of each method (default 1)")
-    add("--steps", type=int, help=f"toy, real: steps of each run (default: the toy task's; {_REAL_STEPS})")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="toy: runs at a time (default: the cores)")
+    add(
+        "--steps",
+        type=int,
+        help=f"toy, real: steps of each run (default: the toy task's; {_REAL_STEPS})",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="toy: runs at a time (default: the cores)",
+    )
     add("--out", type=Path, help="toy, real: folder of runs and pictures (default: runs/papers)")
-    add("--record", action="store_true", help="toy: keep picture and numbers in docs/images and benchmarks/results")
+    add(
+        "--record",
+        action="store_true",
+        help="toy: keep picture and numbers in docs/images and benchmarks/results",
+    )
     arguments = parser.parse_args(argv)
     papers = read_papers()
     if arguments.list:
@@ -628,9 +787,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         paper = _one("PAPER", arguments.paper, papers)
         _one("ITEM", arguments.item, paper.items | paper.missing)
         if arguments.item in paper.missing:
-            raise ReproduceError(f"{arguments.paper} {arguments.item} has no command: {paper.missing[arguments.item]}")
+            raise ReproduceError(
+                f"{arguments.paper} {arguments.item} has no command: "
+                f"{paper.missing[arguments.item]}"
+            )
         if arguments.scale != "toy" and (arguments.record or arguments.seeds != 1):
-            raise ReproduceError(f"--seeds and --record need --scale toy, got {arguments.scale}; leave them out")
+            raise ReproduceError(
+                f"--seeds and --record need --scale toy, got {arguments.scale}; leave them out"
+            )
         if arguments.scale == "real":
             return run_real(arguments.paper, paper, arguments.item, arguments)
         if arguments.scale == "paper":

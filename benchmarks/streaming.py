@@ -1,20 +1,25 @@
-"""How much of generation and training hides behind the other: synchronous, whole batches ahead, and streaming.
+"""How much of generation and training hides behind the other: synchronous, whole batches ahead, and
+streaming.
 
-    python benchmarks/streaming.py --output benchmarks/results/streaming_cpu.json     # ten minutes on two cores
-    python benchmarks/streaming.py --no-real                                          # the simulation alone, a minute
+    python benchmarks/streaming.py --output benchmarks/results/streaming_cpu.json     # ten minutes
+    on two cores python benchmarks/streaming.py --no-real                                          #
+    the simulation alone, a minute
 
-**Simulation** (64 GPUs, heavy-tailed lengths): the driver's own code (``Rollouts``, ``PromptStream``) over a clock that
-jumps from event to event. An engine decodes its requests together, one token each per step, and a step takes longer
-the more requests it has; training takes a fixed time. What comes out is how much of the shorter of generation and
-training is hidden (above 1: the engines also do other groups while the last ones of a batch take long), how many
-seconds one completion of three times the longest costs the whole run, and the staleness.
+**Simulation** (64 GPUs, heavy-tailed lengths): the driver's own code (``Rollouts``,
+``PromptStream``) over a clock that jumps from event to event. An engine decodes its requests
+together, one token each per step, and a step takes longer the more requests it has; training takes
+a fixed time. What comes out is how much of the shorter of generation and training is hidden (above
+1: the engines also do other groups while the last ones of a batch take long), how many seconds one
+completion of three times the longest costs the whole run, and the staleness.
 
-**Real engines**: short jobs of the toy policy on CPU, through the command line: ``train.max_staleness`` 0, 1, 2, and
-``train.async_enable`` without partial rollouts. On two cores sampling and training share the cores, so no more can be
-hidden than is idle in the synchronous run.
+**Real engines**: short jobs of the toy policy on CPU, through the command line:
+``train.max_staleness`` 0, 1, 2, and
+``train.async_enable`` without partial rollouts. On two cores sampling and training share the cores,
+so no more can be hidden than is idle in the synchronous run.
 
-The whole-batch scheduler is what this project had before its groups streamed: batches are sampled whole, one after the
-other, at most N ahead of training; the next batch begins when the last completion of the one before has come.
+The whole-batch scheduler is what this project had before its groups streamed: batches are sampled
+whole, one after the other, at most N ahead of training; the next batch begins when the last
+completion of the one before has come.
 """
 
 from __future__ import annotations
@@ -45,9 +50,9 @@ from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Simulation
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 RECORD = "streaming_cpu.json"
@@ -59,8 +64,8 @@ class Cluster:
 
     Attributes:
         engines: each decodes up to ``slots`` completions together.
-        step_s: seconds of a decoding step of an empty engine, and ``per_request_s`` more for each request.
-        median_tokens, sigma, longest: of the log-normal lengths.
+        step_s: seconds of a decoding step of an empty engine, and ``per_request_s`` more for each
+        request. median_tokens, sigma, longest: of the log-normal lengths.
         sync_s: of a weight sync, in which engines stand still.
         train_s: of scoring, training and shaping a batch.
     """
@@ -83,7 +88,8 @@ class Engine:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.progress, self.at = cluster, 0.0, 0.0
-        self.running: list[tuple[float, int, tuple[Hashable, int]]] = []  # heap of (progress at the end, _, request)
+        # heap of (progress at the end, _, request)
+        self.running: list[tuple[float, int, tuple[Hashable, int]]] = []
         self.busy_s = 0.0
 
     def _pace(self) -> float:
@@ -116,14 +122,18 @@ class SimulatedRequests:
         self.engines = [Engine(cluster) for _ in range(cluster.engines)]
         self._random, self._order = random.Random(seed), 0
         self._backlog: list[tuple[Hashable, GroupRequest]] = []
-        self._open: dict[Hashable, tuple[int, int, int]] = {}  # group -> completions to come, engine, version at begin
+        # group -> completions to come, engine, version at begin
+        self._open: dict[Hashable, tuple[int, int, int]] = {}
         self._load = [0] * cluster.engines
         self._done: list[tuple[Hashable, list[Response]]] = []
         self.lengths: dict[Hashable, list[int]] = {}  # of every group that began
-        self.straggler: int | None = None  # number of the completion that takes three times the longest
+        # number of the completion that takes three times the longest
+        self.straggler: int | None = None
 
     def length(self) -> int:
-        tokens = self.cluster.median_tokens * math.exp(self.cluster.sigma * self._random.gauss(0, 1))
+        tokens = self.cluster.median_tokens * math.exp(
+            self.cluster.sigma * self._random.gauss(0, 1)
+        )
         if self._order == self.straggler:
             return 3 * self.cluster.longest
         return max(1, min(self.cluster.longest, round(tokens)))
@@ -175,7 +185,9 @@ class SimulatedRequests:
             self._open[key] = left - 1, index, begun
         else:
             del self._open[key]
-            spans = ((begun, 0, 1),) if begun == self.version else ((begun, 0, 1), (self.version, 1, 2))
+            spans = (
+                ((begun, 0, 1),) if begun == self.version else ((begun, 0, 1), (self.version, 1, 2))
+            )
             made = Response(NO_TOKENS, None, ((0, 2),), spans, 0.0, 0.5, False, {})
             self._done.append((key, [made]))
         self._deal()
@@ -209,8 +221,14 @@ class Outcome:
 
 def streaming(cluster: Cluster, staleness: int, steps: int, requests: SimulatedRequests) -> Outcome:
     """The driver's own code; ``staleness`` 0 is synchronous."""
-    rollout = {"batch_size": cluster.groups, "n_samples_per_prompt": cluster.samples, "timeout_s": 1e9}
-    config = RunConfig(rollout=rollout, train={"max_staleness": staleness}, data={"max_len": cluster.longest})
+    rollout = {
+        "batch_size": cluster.groups,
+        "n_samples_per_prompt": cluster.samples,
+        "timeout_s": 1e9,
+    }
+    config = RunConfig(
+        rollout=rollout, train={"max_staleness": staleness}, data={"max_len": cluster.longest}
+    )
     prompts = PromptStream(EndlessLoader(cluster.groups * (steps + staleness + 2)), 1)
     rollouts, out, version = Rollouts(prompts, requests, config, Deadline()), Outcome(), 0
     for _ in range(steps):
@@ -226,12 +244,15 @@ def streaming(cluster: Cluster, staleness: int, steps: int, requests: SimulatedR
         version += 1
         requests.version = version
         out.step_s.append(requests.now - began)
-    out.engine_busy = sum(engine.busy_s for engine in requests.engines) / cluster.engines / requests.now
+    out.engine_busy = (
+        sum(engine.busy_s for engine in requests.engines) / cluster.engines / requests.now
+    )
     return out
 
 
 def whole_batches(cluster: Cluster, ahead: int, steps: int, requests: SimulatedRequests) -> Outcome:
-    """Whole batches, at most ``ahead`` finished or under way beside the one in training; syncs between batches."""
+    """Whole batches, at most ``ahead`` finished or under way beside the one in training; syncs
+    between batches."""
     out = Outcome()
     sampling = Sampling(1.0, 1.0, None, cluster.longest)
     request = GroupRequest("p", "l", cluster.samples, sampling)
@@ -265,42 +286,56 @@ def whole_batches(cluster: Cluster, ahead: int, steps: int, requests: SimulatedR
         batch_left -= len(done)
         if done and batch_left == 0:
             finished.append(batch_began)
-    out.engine_busy = sum(engine.busy_s for engine in requests.engines) / cluster.engines / requests.now
+    out.engine_busy = (
+        sum(engine.busy_s for engine in requests.engines) / cluster.engines / requests.now
+    )
     return out
 
 
 SCHEDULERS: dict[str, Callable[[Cluster, int, SimulatedRequests], Outcome]] = {
     "synchronous": lambda cluster, steps, requests: streaming(cluster, 0, steps, requests),
-    "whole batches, 1 ahead": lambda cluster, steps, requests: whole_batches(cluster, 1, steps, requests),
+    "whole batches, 1 ahead": lambda cluster, steps, requests: whole_batches(
+        cluster, 1, steps, requests
+    ),
     "streaming, N = 1": lambda cluster, steps, requests: streaming(cluster, 1, steps, requests),
     "streaming, N = 2": lambda cluster, steps, requests: streaming(cluster, 2, steps, requests),
 }
 
 
 def simulate(cluster: Cluster, steps: int, seeds: int) -> dict[str, Any]:
-    """All schedulers on the same cluster; means over seeds, and over the steps after the first two."""
+    """All schedulers on the same cluster; means over seeds, and over the steps after the first
+    two."""
     runs = [simulate_once(cluster, steps, seed) for seed in range(seeds)]
     rows = {
         name: {key: statistics.fmean(run["schedulers"][name][key] for run in runs) for key in row}
         for name, row in runs[0]["schedulers"].items()
     }
     for name, row in rows.items():
-        row["one_straggler_costs_s_of_each_seed"] = [run["schedulers"][name]["one_straggler_costs_s"] for run in runs]
+        row["one_straggler_costs_s_of_each_seed"] = [
+            run["schedulers"][name]["one_straggler_costs_s"] for run in runs
+        ]
     return {
-        "generation_s": statistics.fmean(run["generation_s"] for run in runs), "cluster": vars(cluster), "steps": steps,
-        "seeds": seeds, "schedulers": rows,
-    }  # fmt: skip
+        "generation_s": statistics.fmean(run["generation_s"] for run in runs),
+        "cluster": vars(cluster),
+        "steps": steps,
+        "seeds": seeds,
+        "schedulers": rows,
+    }
 
 
 def simulate_once(cluster: Cluster, steps: int, seed: int) -> dict[str, Any]:
     """One seed."""
-    outcomes = {name: run(cluster, steps, SimulatedRequests(cluster, seed)) for name, run in SCHEDULERS.items()}
+    outcomes = {
+        name: run(cluster, steps, SimulatedRequests(cluster, seed))
+        for name, run in SCHEDULERS.items()
+    }
     alone = statistics.fmean(outcomes["synchronous"].step_s[2:])
     generation = alone - cluster.train_s - cluster.sync_s
     rows = {}
     for name, out in outcomes.items():
         step, delayed = statistics.fmean(out.step_s[2:]), SimulatedRequests(cluster, seed)
-        delayed.straggler = 4 * cluster.groups * cluster.samples + cluster.samples // 2  # in the fifth batch
+        # in the fifth batch
+        delayed.straggler = 4 * cluster.groups * cluster.samples + cluster.samples // 2
         straggler = SCHEDULERS[name](cluster, steps, delayed)
         rows[name] = {
             "step_s": step,
@@ -316,9 +351,9 @@ def simulate_once(cluster: Cluster, steps: int, seed: int) -> dict[str, Any]:
     return {"generation_s": generation, "schedulers": rows}
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Real engines
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {
@@ -328,13 +363,22 @@ JOBS = {
     "streaming, N = 2": ["--train.max_staleness", "2"],
 }
 MEASURED = (
-    "time/step", "time/generate", "time/logprob", "time/train", "time/sync", "time/wait_rollouts", "time/idle_engines",
-    "staleness/mean", "staleness/max", "throughput/tokens_per_second",
-)  # fmt: skip
+    "time/step",
+    "time/generate",
+    "time/logprob",
+    "time/train",
+    "time/sync",
+    "time/wait_rollouts",
+    "time/idle_engines",
+    "staleness/mean",
+    "staleness/max",
+    "throughput/tokens_per_second",
+)
 
 
 def real_jobs(folder: Path, steps: int) -> dict[str, Any]:
-    """Medians over the steps of each job after the first four; the quickstart's policy and configuration."""
+    """Medians over the steps of each job after the first four; the quickstart's policy and
+    configuration."""
     from openrlhf_ext.reporting import read_metrics
 
     toy = [sys.executable, ROOT / "examples/python/toy_policy.py"]
@@ -342,13 +386,30 @@ def real_jobs(folder: Path, steps: int) -> dict[str, Any]:
     rows = {}
     for number, (name, options) in enumerate(JOBS.items()):
         out = folder / str(number)
-        run([
-            sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", ROOT / "configs/quickstart.yaml",
-            "--actor.model_name_or_path", folder / "policy", "--data.prompt_dataset", folder / "data/train.jsonl",
-            "--data.max_samples", str(32 * steps), "--reward.remote_url", ROOT / "examples/python/reward_arithmetic.py",
-            "--ckpt.output_dir", out, "--eval.steps", "-1", "--vllm.num_engines", "1",
-            *options,
-        ])  # fmt: skip
+        run(
+            [
+                sys.executable,
+                "-m",
+                "openrlhf_ext.cli.train_ppo_ray",
+                "--config",
+                ROOT / "configs/quickstart.yaml",
+                "--actor.model_name_or_path",
+                folder / "policy",
+                "--data.prompt_dataset",
+                folder / "data/train.jsonl",
+                "--data.max_samples",
+                str(32 * steps),
+                "--reward.remote_url",
+                ROOT / "examples/python/reward_arithmetic.py",
+                "--ckpt.output_dir",
+                out,
+                "--eval.steps",
+                "-1",
+                "--vllm.num_engines",
+                "1",
+                *options,
+            ]
+        )
         records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] > 4]
         rows[name] = {key: statistics.median(record[key] for record in records) for key in MEASURED}
     base = rows["synchronous"]
@@ -363,13 +424,11 @@ def run(command: list[Any]) -> None:
     subprocess.run([str(part) for part in command], check=True, env=environment, timeout=1800)
 
 
-
-
 def cluster_table() -> str:
     """docs/performance.md: the simulation."""
     lines = [
-        "| training takes | scheduler | s/step | speedup | engines busy | one completion of 98,304 tokens costs the run"
-        " | staleness (mean) | late groups per step |",
+        "| training takes | scheduler | s/step | speedup | engines busy | one completion of "
+        "98,304 tokens costs the run | staleness (mean) | late groups per step |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     simulation = load(RECORD)["simulation"]
@@ -378,9 +437,10 @@ def cluster_table() -> str:
         for scheduler, row in part["schedulers"].items():
             late = row["late_groups_per_step"]
             lines.append(
-                f"| {takes} | {scheduler} | {row['step_s']:.0f} | {row['speedup']:.2f} | {row['engines_busy']:.0%} | "
-                f"{row['one_straggler_costs_s']:.0f} s | {row['staleness_mean']:.2f} | "
-                f"{late:.{0 if late == 0 or late >= 1 else 1}f} of {part['cluster']['groups']} |"
+                f"| {takes} | {scheduler} | {row['step_s']:.0f} | {row['speedup']:.2f} | "
+                f"{row['engines_busy']:.0%} | {row['one_straggler_costs_s']:.0f} s | "
+                f"{row['staleness_mean']:.2f} | {late:.{0 if late == 0 or late >= 1 else 1}f} of "
+                f"{part['cluster']['groups']} |"
             )
             takes = ""
     alone = next(iter(simulation.values()))["generation_s"]
@@ -394,8 +454,9 @@ def real_table() -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {name} | {row['time/step']:.2f} | {row['speedup']:.2f} | {row['time/wait_rollouts']:.2f} s | "
-        f"{row['time/idle_engines']:.2f} s | {row['staleness/mean']:.1f} |"
+        f"| {name} | {row['time/step']:.2f} | {row['speedup']:.2f} | "
+        f"{row['time/wait_rollouts']:.2f} s | {row['time/idle_engines']:.2f} s | "
+        f"{row['staleness/mean']:.1f} |"
         for name, row in load(RECORD)["real"].items()
     ]
     return "\n".join(lines)
@@ -405,10 +466,14 @@ TEXTS = {"cluster": cluster_table, "real": real_table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=14, help="training steps that are simulated")
     parser.add_argument("--seeds", type=int, default=5, help="of the simulated lengths")
-    parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True, help="run the real jobs too")
+    parser.add_argument(
+        "--real", action=argparse.BooleanOptionalAction, default=True, help="run the real jobs too"
+    )
     parser.add_argument("--real_steps", type=int, default=20, help="training steps of a real job")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -416,7 +481,9 @@ def main() -> None:
     for train_s in (100.0, 200.0, 400.0):
         result = simulate(Cluster(train_s=train_s), args.steps, args.seeds)
         found["simulation"][f"training takes {train_s:g} s"] = result
-        print(f"simulated: generation alone {result['generation_s']:.0f} s, training {train_s:.0f} s")  # noqa: T201
+        print(
+            f"simulated: generation alone {result['generation_s']:.0f} s, training {train_s:.0f} s"
+        )  # noqa: T201
         show(result["schedulers"])
     if args.real:
         with tempfile.TemporaryDirectory() as folder:
@@ -429,7 +496,10 @@ def main() -> None:
 
 def show(rows: dict[str, dict[str, float]]) -> None:
     for name, row in rows.items():
-        print(f"  {name:48s}" + "  ".join(f"{k} {v:.2f}" for k, v in row.items() if isinstance(v, float)))  # noqa: T201
+        print(
+            f"  {name:48s}"
+            + "  ".join(f"{k} {v:.2f}" for k, v in row.items() if isinstance(v, float))
+        )  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,25 +1,33 @@
-"""Seconds and bytes of a weight sync on this machine: two policy ranks (TP2) to one or two engines, over gloo.
+"""Seconds and bytes of a weight sync on this machine: two policy ranks (TP2) to one or two engines,
+over gloo.
 
-    python benchmarks/weight_sync.py --output benchmarks/results/weight_sync_cpu.json     # about four minutes, 8 GiB
-    python benchmarks/weight_sync.py --part transport --engines 1
-    python benchmarks/weight_sync.py --part density --model DIR     # DIR: what examples/scripts/real_model.sh prepares
+    python benchmarks/weight_sync.py --output benchmarks/results/weight_sync_cpu.json     # about
+    four minutes, 8 GiB python benchmarks/weight_sync.py --part transport --engines 1
+    python benchmarks/weight_sync.py --part density --model DIR     # DIR: what
+    examples/scripts/real_model.sh prepares
 
-The policy is a Megatron model of Qwen2.5-0.5B's shape with random bf16 weights. Every part runs in Ray actors, as a
-training job does.
+The policy is a Megatron model of Qwen2.5-0.5B's shape with random bf16 weights. Every part runs in
+Ray actors, as a training job does.
 
 Parts:
-  transport  a whole update, packed buckets, against a raw gloo broadcast of the same bytes in the same group; engines
+  transport  a whole update, packed buckets, against a raw gloo broadcast of the same bytes in the
+  same group; engines
              that receive every tensor and drop it
   engine     the same update into a real vLLM engine, the time that its worker spends loading apart
              (both also without the checksums on either side, as a ratio: what the proof costs)
-  streams    an update from two policy ranks at a time (data-parallel, two stages) against one from rank 0 alone, in
-             turns; also where every rank's frames wait as long as they would take on a link of its own (simulated)
-  density    how many bf16 weights of a real model (--model) change in a step of policy gradients, by learning rate
-  control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost empty, by ours and
-             by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for the answer)
+  streams    an update from two policy ranks at a time (data-parallel, two stages) against one from
+  rank 0 alone, in
+             turns; also where every rank's frames wait as long as they would take on a link of its
+             own (simulated)
+  density    how many bf16 weights of a real model (--model) change in a step of policy gradients,
+  by learning rate
+  control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost
+  empty, by ours and
+             by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for
+             the answer)
 
-A ratio is that of the minima over the repeats, that to an update without checksums the median over pairs of
-neighbors; mean, standard deviation and maximum are kept in the JSON.
+A ratio is that of the minima over the repeats, that to an update without checksums the median over
+pairs of neighbors; mean, standard deviation and maximum are kept in the JSON.
 """
 
 from __future__ import annotations
@@ -50,16 +58,36 @@ patches.apply()
 from openrlhf_ext.options.sections import Vllm  # noqa: E402
 from openrlhf_ext.rollout.engine import RolloutEngine  # noqa: E402
 from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan, Receipt, bit_sum, together, words  # noqa: E402  # noqa: E402
+from openrlhf_ext.rollout.sync.plan import (  # noqa: E402
+    HEADER_BYTES,
+    BucketPlan,
+    Receipt,
+    bit_sum,
+    together,
+    words,
+)
 from openrlhf_ext.rollout.sync.stream import WeightReceiver  # noqa: E402
 
 TIMEOUT_S = 120.0
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
-    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 EMPTY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
 LINK = 1.0
 RATES = (1e-6, 1e-5, 1e-4)
@@ -92,16 +120,19 @@ def save_tokenizer(folder: Path) -> None:
 
     special = ["<|endoftext|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1]).save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1]
+    ).save_pretrained(folder)
 
 
-# ---- the two sides ------------------------------------------------------------------------------------------------
+# ---- the two sides
+# ------------------------------------------------------------------------------------------------
 
 
 @ray.remote(num_cpus=1)
@@ -139,7 +170,11 @@ class PolicyRank:
         self.publisher.connect()
         plan = self.publisher.plan
         self.ready = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
-        return {"tensors": len(plan.tensors), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
+        return {
+            "tensors": len(plan.tensors),
+            "buckets": len(plan.buckets),
+            "bytes": plan.payload_bytes,
+        }
 
     def publish(self) -> dict[str, float] | None:
         """Our protocol: a whole update."""
@@ -169,7 +204,9 @@ class PolicyRank:
 
         def limited(end: BroadcastEnd, frame: torch.Tensor) -> Any:
             wait = send(end, frame)
-            free[0] = done = max(free[0], time.monotonic()) + len(frame) / gigabytes_per_second / 1e9
+            free[0] = done = (
+                max(free[0], time.monotonic()) + len(frame) / gigabytes_per_second / 1e9
+            )
 
             def finish() -> torch.Tensor:
                 time.sleep(max(0.0, done - time.monotonic()))
@@ -188,13 +225,17 @@ class PolicyRank:
             return self.publish()
         ray.get([engine.prove.remote(False) for engine in self.engines])
         nothing = {"add": lambda *_: None, "take": lambda sums: [0] * len(sums._names)}
-        with patch.multiple(SentSums, **nothing), patch.object(sender, "check_receipts", lambda *_: None):
+        with (
+            patch.multiple(SentSums, **nothing),
+            patch.object(sender, "check_receipts", lambda *_: None),
+        ):
             found = self.publish()
         ray.get([engine.prove.remote(True) for engine in self.engines])
         return found
 
     def broadcast_raw(self) -> dict[str, float] | None:
-        """The bytes of all buckets, one broadcast after the other in the same group, from memory that is ready."""
+        """The bytes of all buckets, one broadcast after the other in the same group, from memory
+        that is ready."""
         if self.rank != 0:
             return None
         start = time.perf_counter()
@@ -205,7 +246,8 @@ class PolicyRank:
         return {"seconds": time.perf_counter() - start}
 
     def publish_each(self) -> dict[str, float] | None:
-        """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
+        """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our
+        gathering and group."""
         from openrlhf_ext.megatron.model.hf_weights import Part
 
         publisher = self.publisher
@@ -269,7 +311,8 @@ class Engine(RolloutEngine):
             HeldWeights.sums = lambda held: [(0, 0, False)] * len(held._tensors)
 
 
-# ---- parts --------------------------------------------------------------------------------------------------------
+# ---- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -282,14 +325,18 @@ def free_port() -> int:
 class Ranks:
     """The policy's ranks, loaded with one model."""
 
-    def __init__(self, checkpoint: Path, args: argparse.Namespace, tensor: int = 2, stages: int = 1) -> None:
+    def __init__(
+        self, checkpoint: Path, args: argparse.Namespace, tensor: int = 2, stages: int = 1
+    ) -> None:
         port = free_port()
         self.actors = [PolicyRank.remote(rank, 2, port) for rank in range(2)]
         self("load", str(checkpoint), args.bucket_mib, tensor, stages)
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         """Call a method on all ranks; the answer of rank 0."""
-        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors], timeout=300)[0]
+        return ray.get(
+            [getattr(actor, method).remote(*arguments) for actor in self.actors], timeout=300
+        )[0]
 
     def end(self) -> None:
         for actor in self.actors:
@@ -307,7 +354,8 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def in_turns(ranks: Ranks, methods: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Each method ``repeats`` times, after one that does not count; in turns, so that a change of load hits all."""
+    """Each method ``repeats`` times, after one that does not count; in turns, so that a change of
+    load hits all."""
     for method in methods:
         ranks(method)
     runs: dict[str, list] = {method: [] for method in methods}
@@ -332,7 +380,9 @@ def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sizes = ranks("connect", sinks)
         methods = ["publish", "publish_unproved", "broadcast_raw"]
         runs = in_turns(ranks, methods, args.repeats)
-        update, unproved, plain = (summary([run["seconds"] for run in runs[name]]) for name in methods)
+        update, unproved, plain = (
+            summary([run["seconds"] for run in runs[name]]) for name in methods
+        )
         out[f"{count} engines"] = {
             **sizes,
             "seconds": update,
@@ -363,9 +413,14 @@ def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, 
 
     launch.RolloutEngine = Engine
     engines = launch.create_rollout_engines(
-        str(folder / "policy"), Vllm(num_engines=count, dtype="bf16", max_requests=1), max_model_len=256, seed=0,
-        use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+        str(folder / "policy"),
+        Vllm(num_engines=count, dtype="bf16", max_requests=1),
+        max_model_len=256,
+        seed=0,
+        use_gpu=False,
+        executor_factory=object,
+        request_timeout_s=TIMEOUT_S,
+    )
     ranks = Ranks(folder / "policy", args)
     launch.wait_until_ready(engines, 300)
     sizes = ranks("connect", list(engines))
@@ -397,10 +452,14 @@ def part_streams(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 if link and count == args.engines[0]:
                     ranks("limit_link", link)
                 runs = in_turns(ranks, ["publish", "publish_from_one"], args.repeats)
-                label = f"{layout}, {count} engines" + (f", a link of {link:g} GB/s a rank, simulated" if link else "")
+                label = f"{layout}, {count} engines" + (
+                    f", a link of {link:g} GB/s a rank, simulated" if link else ""
+                )
                 out[label] = {
                     "seconds": summary([run["seconds"] for run in runs["publish"]]),
-                    "seconds_from_one": summary([run["seconds"] for run in runs["publish_from_one"]]),
+                    "seconds_from_one": summary(
+                        [run["seconds"] for run in runs["publish_from_one"]]
+                    ),
                     "ratio_to_one": ratio_of_pairs(runs, "publish", "publish_from_one"),
                 }
                 report("streams", label, out[label])
@@ -417,15 +476,24 @@ def part_density(args: argparse.Namespace, _folder: Path) -> dict[str, Any]:
     out = {}
     for rate in RATES:
         steps = changed_per_step(args.model, rate, args.density_steps)
-        out[f"lr {rate:g}"] = {"model": args.model.name, "changed": steps, "mean": statistics.mean(steps)}
-        report("density", f"lr {rate:g}", {"first": steps[0], "last": steps[-1], "mean": statistics.mean(steps)})
+        out[f"lr {rate:g}"] = {
+            "model": args.model.name,
+            "changed": steps,
+            "mean": statistics.mean(steps),
+        }
+        report(
+            "density",
+            f"lr {rate:g}",
+            {"first": steps[0], "last": steps[-1], "mean": statistics.mean(steps)},
+        )
     return out
 
 
 def changed_per_step(model_path: Path, rate: float, steps: int) -> list[float]:
-    """Shares of entries whose 16 bits change in each of some steps of Adam (fp32 weights and moments, betas 0.9 and
-    0.95, norm clipped to 1, as Megatron's optimizer has them) on policy gradients: the model's own answers to sums,
-    16 a step, rewarded by their share of digits, advantages as those of GRPO."""
+    """Shares of entries whose 16 bits change in each of some steps of Adam (fp32 weights and
+    moments, betas 0.9 and
+    0.95, norm clipped to 1, as Megatron's optimizer has them) on policy gradients: the model's own
+    answers to sums, 16 a step, rewarded by their share of digits, advantages as those of GRPO."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -436,15 +504,23 @@ def changed_per_step(model_path: Path, rate: float, steps: int) -> list[float]:
     shares = []
     for step in range(steps):
         question = [{"role": "user", "content": f"What is {13 + step} + {7 * step + 5}?"}]
-        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        prompt = tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
         with torch.no_grad():
             answers = model.generate(
-                prompt.repeat(16, 1), attention_mask=torch.ones(16, prompt.shape[1], dtype=torch.long), do_sample=True,
-                min_new_tokens=16, max_new_tokens=16, pad_token_id=0,
-            )  # fmt: skip
+                prompt.repeat(16, 1),
+                attention_mask=torch.ones(16, prompt.shape[1], dtype=torch.long),
+                do_sample=True,
+                min_new_tokens=16,
+                max_new_tokens=16,
+                pad_token_id=0,
+            )
         length = prompt.shape[1]
         texts = tokenizer.batch_decode(answers[:, length:])
-        rewards = torch.tensor([sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts])
+        rewards = torch.tensor(
+            [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]
+        )
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         logits = model(answers[:, :-1]).logits[:, length - 1 :].float()
         logprobs = torch.log_softmax(logits, -1).gather(2, answers[:, length:, None]).squeeze(2)
@@ -471,7 +547,9 @@ def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sinks = [Sink.remote() for _ in range(count)]
         sizes = ranks("connect", sinks)
         runs = in_turns(ranks, ["publish", "publish_each"], 2 * args.repeats)
-        control, each = (summary([run["seconds"] for run in runs[name]]) for name in ("publish", "publish_each"))
+        control, each = (
+            summary([run["seconds"] for run in runs[name]]) for name in ("publish", "publish_each")
+        )
         out[f"{count} engines"] = {
             **sizes,
             "seconds": control,
@@ -486,33 +564,49 @@ def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 PARTS = {
-    "transport": part_transport, "engine": part_engine, "control": part_control, "streams": part_streams,
+    "transport": part_transport,
+    "engine": part_engine,
+    "control": part_control,
+    "streams": part_streams,
     "density": part_density,
-}  # fmt: skip
+}
 
 
 def report(part: str, label: str, row: dict[str, Any]) -> None:
     """One line on the terminal."""
-    numbers = {name: value["min"] if isinstance(value, dict) else value for name, value in row.items()}
+    numbers = {
+        name: value["min"] if isinstance(value, dict) else value for name, value in row.items()
+    }
     text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
     sys.stderr.write(f"{part:9s} {label:10s} {text}\n")
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a number needs to be repeated."""
-    settings = {"bucket_mib": args.bucket_mib, "repeats": args.repeats, "policy_ranks": 2, "layout": "TP2"}
+    settings = {
+        "bucket_mib": args.bucket_mib,
+        "repeats": args.repeats,
+        "policy_ranks": 2,
+        "layout": "TP2",
+    }
     return {**record.environment(*PACKAGES), "settings": settings}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="default: all")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="numbers of engines")
     parser.add_argument("--bucket_mib", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model", type=Path, help="of part density; without it that part is left out")
+    parser.add_argument(
+        "--model", type=Path, help="of part density; without it that part is left out"
+    )
     parser.add_argument("--density_steps", type=int, default=6)
-    parser.add_argument("--output", type=Path, help="parts that are not run keep their results in it")
+    parser.add_argument(
+        "--output", type=Path, help="parts that are not run keep their results in it"
+    )
     args = parser.parse_args()
     result = environment(args)
     parts = args.part or [part for part in PARTS if part != "density" or args.model is not None]
@@ -525,11 +619,19 @@ def main() -> None:
         make_checkpoint(folder / "empty", **EMPTY)
         if set(parts) - {"control", "density"}:
             make_checkpoint(folder / "policy")
-        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
+        runtime_env = {
+            "env_vars": variables,
+            "worker_process_setup_hook": "openrlhf_ext.patches.apply",
+        }
         ray.init(
-            "local", num_cpus=6, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.WARNING,
-            log_to_driver=False, runtime_env=runtime_env,
-        )  # fmt: skip
+            "local",
+            num_cpus=6,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            runtime_env=runtime_env,
+        )
         for part in parts:
             found[part] = PARTS[part](args, folder)
         ray.shutdown()

@@ -1,8 +1,8 @@
 """Everything of OpenRLHF 0.11.2 that this package uses, met in one place.
 
-``tests/test_compat.py`` pins the signatures and fields relied on. Importing this module imports OpenRLHF's Ray side,
-without vLLM, DeepSpeed and OpenRLHF's own models: those come when they are first used (patches/openrlhf_imports.py),
-which in the driver they never are.
+``tests/test_compat.py`` pins the signatures and fields relied on. Importing this module imports
+OpenRLHF's Ray side, without vLLM, DeepSpeed and OpenRLHF's own models: those come when they are
+first used (patches/openrlhf_imports.py), which in the driver they never are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from openrlhf_ext.redaction import HIDDEN, redacted
 
 
 def plain_class(remote_class: Any) -> type:
-    """The class behind a ``@ray.remote`` class, which Ray forbids to subclass (ActorClassInheritanceException)."""
+    """The class behind a ``@ray.remote`` class, which Ray forbids to subclass
+    (ActorClassInheritanceException)."""
     return remote_class.__ray_metadata__.modified_class.__mro__[1]
 
 
@@ -34,8 +35,8 @@ RolloutRayActor = plain_class(_RolloutRayActorRemote)
 
 
 def get_tokenizer(path: str, padding_side: str = "left", use_fast: bool = True) -> Any:
-    """The tokenizer of a model folder as OpenRLHF's function of this name sets it up, which executes Python files that
-    the folder names (``trust_remote_code``): here none is."""
+    """The tokenizer of a model folder as OpenRLHF's function of this name sets it up, which
+    executes Python files that the folder names (``trust_remote_code``): here none is."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, use_fast=use_fast)
@@ -46,7 +47,8 @@ def get_tokenizer(path: str, padding_side: str = "left", use_fast: bool = True) 
 
 
 def quiet_upstream_logs() -> None:
-    """OpenRLHF installs its own handler per module logger at import; raise the level of all of them."""
+    """OpenRLHF installs its own handler per module logger at import; raise the level of all of
+    them."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("openrlhf.") and isinstance(logger, logging.Logger):
             logger.setLevel(logging.WARNING)
@@ -54,7 +56,10 @@ def quiet_upstream_logs() -> None:
 
 def build_sinks(args: Any) -> list:
     """OpenRLHF's loggers that the options ask for; without secrets, which W&B would show."""
-    wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
+    wanted = (
+        (WandbLogger, args.logger.wandb.key),
+        (TensorboardLogger, args.logger.tensorboard_dir),
+    )
     if args.logger.wandb.key:
         # asked first (openrlhf/utils/logging_utils.py:68)
         os.environ.setdefault("WANDB_API_KEY", args.logger.wandb.key)

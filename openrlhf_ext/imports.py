@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """For imports: their objects stay, and to search them for garbage again and again takes a quarter of the time.
-    Afterwards the collector is as it was, except that it leaves out everything that exists by then."""
+    """For imports: their objects stay, and to search them for garbage again and again takes a
+    quarter of the time. Afterwards the collector is as it was, except that it leaves out everything
+    that exists by then."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -23,14 +23,16 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 _ENDING_S = 30.0  # a holder that was killed leaves processes that hold the file until they end, too
 _LOOK_S = 0.2
-_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre without -o flock, NFS without lockd
+# Lustre without -o flock, NFS without lockd
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 _held: list[FolderLock] = []
 
 
 class LockError(RuntimeError):
-    """The folder is somebody else's; the message, which follows the folder's name, has the holder and the remedy."""
+    """The folder is somebody else's; the message, which follows the folder's name, has the holder
+    and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +53,30 @@ class Holder:
     @property
     def has_ended(self) -> bool:
         try:
-            return self.is_here and psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return self.is_here and psutil.Process(self.pid).status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            )
         except (psutil.NoSuchProcess, ValueError):  # ValueError: a number that is no process's
             return True
 
 
 class FolderLock:
-    """Held by this process and its forks until ``close``, or until they have ended: the system lets go of it then.
+    """Held by this process and its forks until ``close``, or until they have ended: the system lets
+    go of it then.
 
-    The file stays in the folder, with the holder's name while there is one. A name that a killed process has left is
-    no obstacle on its own host. One of another host is, since not every shared file system tells one host what another
-    one has locked.
+    The file stays in the folder, with the holder's name while there is one. A name that a killed
+    process has left is no obstacle on its own host. One of another host is, since not every shared
+    file system tells one host what another one has locked.
 
-    LockError: another process holds it, or may hold it. With ``take_over`` the name of a process of another host is no
-    obstacle either, if the file is not locked; ``remedy``: of somebody who knows that this process has ended.
+    LockError: another process holds it, or may hold it. With ``take_over`` the name of a process of
+    another host is no obstacle either, if the file is not locked; ``remedy``: of somebody who knows
+    that this process has ended.
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # completions and prompts are the user's
+        # completions and prompts are the user's
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._remedy = folder, remedy
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -84,7 +92,8 @@ class FolderLock:
         os.close(self._file)
 
     def check(self) -> None:
-        """Raises FileDisplaced: the folder under this name is another one now, where others may be."""
+        """Raises FileDisplaced: the folder under this name is another one now, where others may
+        be."""
         require_in_place(self._file, self._folder / LOCK)
 
     def _take(self, take_over: bool) -> None:
@@ -103,12 +112,16 @@ class FolderLock:
         holder = self._holder()
         if holder is not None and not holder.is_here and not take_over:
             raise LockError(
-                f"was in use by {holder}, and this host ({socket.gethostname()}) cannot see whether that process has "
-                f"ended: if it has, {self._remedy}"
+                f"was in use by {holder}, and this host ({socket.gethostname()}) cannot see "
+                f"whether that process has ended: if it has, {self._remedy}"
             )
         if holder is not None:
-            logger.warning("%s was in use by %s, which has ended: it is taken over", self._folder, holder)
-        ours = Holder(socket.gethostname(), os.getpid(), datetime.now().isoformat(sep=" ", timespec="seconds"))
+            logger.warning(
+                "%s was in use by %s, which has ended: it is taken over", self._folder, holder
+            )
+        ours = Holder(
+            socket.gethostname(), os.getpid(), datetime.now().isoformat(sep=" ", timespec="seconds")
+        )
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(asdict(ours)).encode(), 0)
 
@@ -122,9 +135,12 @@ class FolderLock:
             if error.errno not in _UNSUPPORTED:
                 raise
             logger.warning(
-                "%s is on a file system without locks (%s): another process is only noticed by its name in %s",
-                self._folder, error.strerror, LOCK,
-            )  # fmt: skip
+                "%s is on a file system without locks (%s): another process is only noticed by "
+                "its name in %s",
+                self._folder,
+                error.strerror,
+                LOCK,
+            )
             holder = self._holder()
             return holder is None or not holder.is_here or holder.has_ended
         return True
@@ -143,8 +159,8 @@ class FolderLock:
 
 
 def check_held() -> None:
-    """Looks at every lock that this process, or the one that it was forked from, holds: before each act that changes
-    what is in a run's folders. Raises FileDisplaced."""
+    """Looks at every lock that this process, or the one that it was forked from, holds: before each
+    act that changes what is in a run's folders. Raises FileDisplaced."""
     for lock in _held:
         lock.check()
 

@@ -16,8 +16,8 @@ class FileDisplaced(OSError):
 
 
 def require_in_place(descriptor: int, path: Path) -> None:
-    """Raises FileDisplaced: what is under ``path`` is not the open file ``descriptor``, so that whatever is written
-    there is lost, or is in the folder of somebody else."""
+    """Raises FileDisplaced: what is under ``path`` is not the open file ``descriptor``, so that
+    whatever is written there is lost, or is in the folder of somebody else."""
     try:
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return
@@ -25,9 +25,10 @@ def require_in_place(descriptor: int, path: Path) -> None:
         if error.errno not in _NO_SUCH_NAME:  # a network's hiccup: nobody has taken the name away
             return
     raise FileDisplaced(
-        f"{path} is not the file that this process has opened: it, or the folder {path.parent}, was removed, renamed "
-        "or replaced, and somebody else may work there. Nothing more is written. Begin again in another folder; if it "
-        "was only renamed, rename it back and add --ckpt.load_enable"
+        f"{path} is not the file that this process has opened: it, or the folder {path.parent}, "
+        "was removed, renamed or replaced, and somebody else may work there. Nothing more is "
+        "written. Begin again in another folder; if it was only renamed, rename it back and add "
+        "--ckpt.load_enable"
     )
 
 
@@ -35,8 +36,8 @@ def require_in_place(descriptor: int, path: Path) -> None:
 def in_one_piece(path: Path) -> Iterator[Path]:
     """Where to write a file that is moved to ``path`` afterwards: nobody ever finds half of it.
 
-    What is no ordinary file, such as /dev/stdout, is written to directly: for root, a move would put a file in the
-    place of the device.
+    What is no ordinary file, such as /dev/stdout, is written to directly: for root, a move would
+    put a file in the place of the device.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -1,5 +1,5 @@
-"""What may be shown of an address: dry run, events, log, checkpoints, errors and report pass their texts through here;
-and what a terminal may be shown of any text.
+"""What may be shown of an address: dry run, events, log, checkpoints, errors and report pass their
+texts through here; and what a terminal may be shown of any text.
 
 Imports the standard library alone.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# From // to the last @ before a space: a password may hold @, / and : that should have been escaped. Addresses of a
-# list are separated by commas, which a password may hold too.
+# From // to the last @ before a space: a password may hold @, / and : that should have been
+# escaped. Addresses of a list are separated by commas, which a password may hold too.
 _USER = re.compile(r"(?<=//)(?:(?!,[A-Za-z][\w+.-]*://)\S)*@")
 _QUERY = re.compile(
     r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s\"'])+"
@@ -23,7 +23,8 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def redact(text: str) -> str:
-    """The text with user and password of every address, and what its query has under names like ``token``, hidden."""
+    """The text with user and password of every address, and what its query has under names like
+    ``token``, hidden."""
     if "//" not in text:
         return text
     return _QUERY.sub(rf"\1={HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
@@ -46,8 +47,9 @@ def lacks_a_secret(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text with characters that a terminal obeys (ESC, a return, marks of direction) as ``\\x1b``: prompts,
-    completions and errors of users' code may hold any. Line ends and tabs stay."""
+    """The text with characters that a terminal obeys (ESC, a return, marks of direction) as
+    ``\\x1b``: prompts, completions and errors of users' code may hold any. Line ends and tabs
+    stay."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 
 def open_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """A store that this process serves at ``address`` and nowhere else, on a port that nobody can take before.
+    """A store that this process serves at ``address`` and nowhere else, on a port that nobody can
+    take before.
 
-    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means. Torch by itself listens on
-    all addresses of the machine, and asks nobody who he is. ``timeout``: of each wait for a key.
+    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means. Torch
+    by itself listens on all addresses of the machine, and asks nobody who he is. ``timeout``: of
+    each wait for a key.
     """
     address = address.strip("[]")  # IPv6 addresses come in brackets from Ray
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -22,9 +24,14 @@ def open_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.
     descriptor = listener.detach()
     try:
         return dist.TCPStore(
-            address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
             master_listen_fd=descriptor,
-        )  # fmt: skip
+        )
     except Exception:
         os.close(descriptor)
         raise

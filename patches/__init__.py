@@ -1,8 +1,9 @@
 """Runtime patches of pinned dependencies, one file each.
 
-`apply()` must run in every process before the patched packages are imported. It only registers import hooks, so it is
-cheap, and each patch decides when its dependency is imported whether it is needed. In Ray workers it is run by
-`runtime_env={"worker_process_setup_hook": "openrlhf_ext.patches.apply"}`.
+`apply()` must run in every process before the patched packages are imported. It only registers
+import hooks, so it is cheap, and each patch decides when its dependency is imported whether it is
+needed. In Ray workers it is run by `runtime_env={"worker_process_setup_hook":
+"openrlhf_ext.patches.apply"}`.
 """
 
 from __future__ import annotations

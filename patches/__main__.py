@@ -8,7 +8,10 @@ from openrlhf_ext.patches.base import Patch
 
 def render_table() -> str:
     """All patches as a Markdown table."""
-    header = "| patch | dependency | what is wrong there | what the patch does | remove when |\n|---|---|---|---|---|"
+    header = (
+        "| patch | dependency | what is wrong there | what the patch does | remove when |\n"
+        "|---|---|---|---|---|"
+    )
     return "\n".join([header, *map(_row, PATCHES)])
 
 

@@ -49,7 +49,8 @@ class Patch:
         change: what the patch does about it.
         install: registers import hooks; cheap, idempotent, imports nothing heavy.
         need: looks at the environment; returns whether the patch is needed here, and why (not).
-        optional: a dependency without it is only slower: one of another version is left as it is, not refused.
+        optional: a dependency without it is only slower: one of another version is left as it is,
+        not refused.
     """
 
     name: str
@@ -68,7 +69,8 @@ class Patch:
             self.install()
 
     def require_known_version(self) -> None:
-        """Raise `PatchRefused` unless the installed dependency is one that this patch was written for."""
+        """Raise `PatchRefused` unless the installed dependency is one that this patch was written
+        for."""
         installed = installed_version(self.dependency)
         if installed not in self.versions:
             raise PatchRefused(self._refusal(installed))
@@ -103,9 +105,10 @@ class Patch:
 
     def _refusal(self, installed: str | None) -> str:
         return (
-            f"patch {self.name} was written for {self.dependency} {' or '.join(self.versions)}, found "
-            f"{installed or 'no version metadata'}: install the pinned version (requirements/cpu.lock), or check the "
-            f"patch against this version and add it to VERSIONS in patches/{self.name}.py"
+            f"patch {self.name} was written for {self.dependency} {' or '.join(self.versions)}, "
+            f"found {installed or 'no version metadata'}: install the pinned version "
+            "(requirements/cpu.lock), or check the patch against this version and add it to "
+            f"VERSIONS in patches/{self.name}.py"
         )
 
 

@@ -1,4 +1,5 @@
-"""One import hook for all patches: act around the import of a module, or load a package with another loader."""
+"""One import hook for all patches: act around the import of a module, or load a package with
+another loader."""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ LoaderFactory = Callable[[str, str], SourceFileLoader]
 
 
 class PatchFinder:
-    """Meta path finder that finds nothing itself: it changes how some modules, found by others, are loaded."""
+    """Meta path finder that finds nothing itself: it changes how some modules, found by others, are
+    loaded."""
 
     def __init__(self) -> None:
         self._wrappers: dict[str, Wrapper] = {}
         self._loaders: dict[str, LoaderFactory] = {}
 
     def run_around(self, module_name: str, wrapper: Wrapper) -> None:
-        """Run the body of `module_name` inside `wrapper(module)`, a context manager, when it is imported."""
+        """Run the body of `module_name` inside `wrapper(module)`, a context manager, when it is
+        imported."""
         self._wrappers[module_name] = wrapper
         self._attach()
 
     def load_with(self, package: str, loader: LoaderFactory) -> None:
-        """Load the source modules of `package`, itself included, with `loader(module_name, path)`."""
+        """Load the source modules of `package`, itself included, with `loader(module_name,
+        path)`."""
         self._loaders[package] = loader
         self._attach()
 
@@ -59,7 +63,9 @@ class PatchFinder:
                 return loader
         return None
 
-    def _ask_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    def _ask_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         # Not only PathFinder: editable installs have finders of their own.
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find_spec = getattr(other, "find_spec", None)
@@ -70,8 +76,8 @@ class PatchFinder:
 
 
 def _wrap_execution(loader: Loader, wrapper: Wrapper) -> None:
-    # Set on the loader instance, made for this one import: its class, and with it inspect.getsource and
-    # pkgutil.get_data, stay as they are.
+    # Set on the loader instance, made for this one import: its class, and with it inspect.getsource
+    # and pkgutil.get_data, stay as they are.
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

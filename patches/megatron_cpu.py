@@ -2,39 +2,45 @@
 
 Dependency: megatron-core 0.19.2; also mbridge 0.15.1, which the tests use as a cross-check.
 
-Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with TP, PP, DP, CP and
-SP (found by tracing):
+Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with
+TP, PP, DP, CP and SP (found by tracing):
   torch.cuda.current_device()  tensor_parallel/layers.py:647, mappings.py:145,185, utils.py:715,
                                pipeline_parallel/p2p_communication.py:211-223,334,342,
                                param_and_grad_buffer.py:1180,1186,
-                               rotary_pos_embedding.py:162, distrib_optimizer.py:1362, state_dict_saver.py:252
-  device="cuda"                pipeline_parallel/schedules.py:749,1121,2292, optimizer/optimizer.py:698,702,1249,
-                               optimizer/clip_grads.py:112,180, utils.py:1332, transformer/utils.py:39
+                               rotary_pos_embedding.py:162, distrib_optimizer.py:1362,
+                               state_dict_saver.py:252
+  device="cuda"                pipeline_parallel/schedules.py:749,1121,2292,
+  optimizer/optimizer.py:698,702,1249,
+                               optimizer/clip_grads.py:112,180, utils.py:1332,
+                               transformer/utils.py:39
   tensor.cuda()                language_module.py:307, rope_utils.py:62, distrib_optimizer.py:1374
   torch.cuda.current_stream()  param_and_grad_buffer.py:632
   torch.cuda.synchronize()     p2p_communication.py:263, filesystem_async.py:248
   pin_memory=True              rope_utils.py:63
-  "torch.cuda.FloatTensor"     optimizer.py:1009, clip_grads.py:174, distrib_optimizer.py:401,466,758
-  CUDA random states           tensor_parallel/random.py:107,136,303-308,490
+  "torch.cuda.FloatTensor"     optimizer.py:1009, clip_grads.py:174,
+  distrib_optimizer.py:401,466,758 CUDA random states
+  tensor_parallel/random.py:107,136,303-308,490
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
-  streams and events           transformer/moe/token_dispatcher.py:469,922-949: sizes on their way to the host
-  import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every schedule, not called on a CPU
-Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left undefined.
-And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
-(param_and_grad_buffer.py:515), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
-six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000. And gloo gathers and scatters
-parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:152,200) have other numbers of
-tokens.
+  streams and events           transformer/moe/token_dispatcher.py:469,922-949: sizes on their way
+  to the host import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every
+  schedule, not called on a CPU
+Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left
+undefined. And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which
+overlap.param_gather leads to (param_and_grad_buffer.py:515), corrupt the heap. Two processes that
+do nothing else die after 200 to 5,000 rounds of six gathers; gathers that are not coalesced, and
+coalesced reductions, did not in 4,000. And gloo gathers and scatters parts of one size only, where
+the ranks that share experts (tensor_parallel/mappings.py:152,200) have other numbers of tokens.
 
-Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
-random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
-not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
-The module of Triton's kernels has names without kernels.
-Parameters are gathered bucket by bucket, and waited for together as before. Parts of several sizes are padded to the
-largest to be gathered, and reduced as a whole before each rank takes its own. With a CUDA device present the modules
-are loaded as they are.
+Changes: the modules of the two packages are compiled from a syntax tree in which these expressions
+name the CPU (the random states become those of torch's CPU generator). Line numbers and the files
+stay as they are, and torch itself is not touched. The compiled code is cached per environment. jit
+fusion is switched off with Megatron's own switch. The module of Triton's kernels has names without
+kernels. Parameters are gathered bucket by bucket, and waited for together as before. Parts of
+several sizes are padded to the largest to be gathered, and reduced as a whole before each rank
+takes its own. With a CUDA device present the modules are loaded as they are.
 
-Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo may be in flight.
+Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo
+may be in flight.
 """
 
 from __future__ import annotations
@@ -68,8 +74,11 @@ _ON_CPU = {
     "synchronize": "None",
 }
 _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
-_GENERATOR_FUNCTIONS = ("get_rng_state", "set_rng_state", "manual_seed")  # exist as torch.<name> for the CPU
-_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+# exist as torch.<name> for the CPU
+_GENERATOR_FUNCTIONS = ("get_rng_state", "set_rng_state", "manual_seed")
+_TENSOR_TYPES = {
+    f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
+}
 _CUDA_DEVICES = ("cuda", "cuda:0")
 
 
@@ -78,8 +87,9 @@ def _install() -> None:
         return
     if "megatron.core" in sys.modules and not has_cuda():
         raise PatchRefused(
-            "megatron.core was imported before openrlhf_ext.patches.apply(): its modules are already bound to CUDA. "
-            "Call openrlhf_ext.patches.apply() before the first import of megatron in every process."
+            "megatron.core was imported before openrlhf_ext.patches.apply(): its modules are "
+            "already bound to CUDA. Call openrlhf_ext.patches.apply() before the first import "
+            "of megatron in every process."
         )
     for package in _PATCHED_PACKAGES:
         patch_finder.load_with(package, _CpuLoader)
@@ -88,7 +98,10 @@ def _install() -> None:
 def _need() -> tuple[bool, str]:
     if has_cuda():
         return False, "a CUDA device is present"
-    return True, "no CUDA device is present, Megatron's device expressions are rewritten for the CPU"
+    return (
+        True,
+        "no CUDA device is present, Megatron's device expressions are rewritten for the CPU",
+    )
 
 
 PATCH = Patch(
@@ -96,14 +109,18 @@ PATCH = Patch(
     dependency="megatron-core",
     versions=VERSIONS,
     problem=(
-        'CUDA is hard-wired: torch.cuda.current_device(), device="cuda", .cuda(), CUDA random states and type names; '
-        "for instance pipeline_parallel/schedules.py:749, tensor_parallel/random.py:107, optimizer/clip_grads.py:112"
+        'CUDA is hard-wired: torch.cuda.current_device(), device="cuda", .cuda(), CUDA random '
+        "states and type names; "
+        "for instance pipeline_parallel/schedules.py:749, tensor_parallel/random.py:107, "
+        "optimizer/clip_grads.py:112"
     ),
     change=(
-        "compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off; gathers "
-        "parameters bucket by bucket, because coalesced gathers in flight corrupt the heap in torch 2.13's gloo"
+        "compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches "
+        "jit fusion off; gathers parameters bucket by bucket, because coalesced gathers in "
+        "flight corrupt the heap in torch 2.13's gloo"
     ),
-    removal="megatron-core takes the device from one place, and coalesced gathers of gloo may be in flight",
+    removal="megatron-core takes the device from one place, and coalesced gathers of gloo may be in "
+    "flight",
     install=_install,
     need=_need,
 )
@@ -129,7 +146,9 @@ class _CpuLoader(SourceFileLoader):
             SourceFileLoader(self.name, self.path).exec_module(module)
             return
         if self.name == _TRITON_KERNELS:
-            vars(module).update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+            vars(module).update(
+                GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None
+            )
             return
         super().exec_module(module)
         after_import = _AFTER_IMPORT.get(self.name)
@@ -139,10 +158,13 @@ class _CpuLoader(SourceFileLoader):
     def source_to_code(  # type: ignore[override]  # as importlib calls it: with the source and its path
         self, data: bytes | str, path: str, *, _optimize: int = -1
     ) -> CodeType:
-        return compile(rewrite_for_cpu(data, path), path, "exec", dont_inherit=True, optimize=_optimize)
+        return compile(
+            rewrite_for_cpu(data, path), path, "exec", dont_inherit=True, optimize=_optimize
+        )
 
-    # importlib validates, reads and (atomically) writes bytecode through the two methods below. Redirecting its path
-    # keeps rewritten bytecode apart from the ordinary one, which other programs of this environment use.
+    # importlib validates, reads and (atomically) writes bytecode through the two methods below.
+    # Redirecting its path keeps rewritten bytecode apart from the ordinary one, which other
+    # programs of this environment use.
 
     def get_data(self, path: str) -> bytes:
         return super().get_data(self._redirected(path))
@@ -153,7 +175,8 @@ class _CpuLoader(SourceFileLoader):
     def _redirected(self, path: str) -> str:
         if not path.endswith(".pyc"):
             return path
-        _, _, tag_and_suffix = Path(path).name.partition(".")  # "random.cpython-311.pyc" -> "cpython-311.pyc"
+        # "random.cpython-311.pyc" -> "cpython-311.pyc"
+        _, _, tag_and_suffix = Path(path).name.partition(".")
         return str(bytecode_folder() / f"{self.name}.{tag_and_suffix}")
 
 
@@ -172,17 +195,19 @@ def _runs_on_cpu(package: str) -> bool:
 
 @functools.cache
 def bytecode_folder() -> Path:
-    """Where rewritten bytecode is kept: in the environment, and apart for each version of this file.
+    """Where rewritten bytecode is kept: in the environment, and apart for each version of this
+    file.
 
-    Nothing is cached if the environment is read-only or PYTHONDONTWRITEBYTECODE is set; every policy rank then
-    compiles anew, which with this package's own modules takes 2.5 s of a core.
+    Nothing is cached if the environment is read-only or PYTHONDONTWRITEBYTECODE is set; every
+    policy rank then compiles anew, which with this package's own modules takes 2.5 s of a core.
     """
     fingerprint = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     return Path(sys.prefix) / ".openrlhf_ext" / f"megatron_cpu-{fingerprint}"
 
 
 def rewrite_for_cpu(source: bytes | str, path: str = "<megatron>") -> ast.Module:
-    """Parse `source` and replace the expressions that name CUDA by such that name the CPU; line numbers are kept."""
+    """Parse `source` and replace the expressions that name CUDA by such that name the CPU; line
+    numbers are kept."""
     return ast.fix_missing_locations(_CudaToCpu().visit(ast.parse(source, path)))
 
 
@@ -291,7 +316,10 @@ def _exchange_unequal_parts(module: ModuleType) -> None:
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_any(
-        part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+        part: torch.Tensor,
+        group: Any,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, None, use_global_buffer)
@@ -299,10 +327,15 @@ def _exchange_unequal_parts(module: ModuleType) -> None:
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
         parts = gather(padded, group).chunk(group.size()) if longest else [part] * group.size()
-        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+        return torch.cat(
+            [each[:size] for each, size in zip(parts, output_split_sizes, strict=True)]
+        )
 
     def scatter_any(
-        whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+        whole: torch.Tensor,
+        group: Any,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(whole, group, None, use_global_buffer)
@@ -310,11 +343,14 @@ def _exchange_unequal_parts(module: ModuleType) -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()].contiguous()
 
-    vars(module).update(_gather_along_first_dim=gather_any, _reduce_scatter_along_first_dim=scatter_any)
+    vars(module).update(
+        _gather_along_first_dim=gather_any, _reduce_scatter_along_first_dim=scatter_any
+    )
 
 
 def _gather_bucket_by_bucket(module: ModuleType) -> None:
-    """distributed.param_and_grad_buffer: all-gathers pass by torch's coalescing manager, which then waits for them."""
+    """distributed.param_and_grad_buffer: all-gathers pass by torch's coalescing manager, which then
+    waits for them."""
     import torch
 
     coalesce, begun = module._coalescing_manager, []
@@ -325,7 +361,9 @@ def _gather_bucket_by_bucket(module: ModuleType) -> None:
         begun.append(group._allgather_base(output, part))
 
     @contextlib.contextmanager
-    def coalesce_reductions(group: torch.distributed.ProcessGroup, async_ops: bool) -> Iterator[object]:
+    def coalesce_reductions(
+        group: torch.distributed.ProcessGroup, async_ops: bool
+    ) -> Iterator[object]:
         with coalesce(group, async_ops=async_ops) as manager:
             yield manager
         while begun:

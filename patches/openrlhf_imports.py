@@ -1,17 +1,18 @@
-"""Lets OpenRLHF's controller be imported without vLLM, DeepSpeed and what else only other processes use.
+"""Lets OpenRLHF's controller be imported without vLLM, DeepSpeed and what else only other processes
+use.
 
 Dependency: openrlhf 0.11.2.
 
-Wrong there: the modules of the controller import, at their top, what they use in actors that the controller only
-starts, or after those have started:
+Wrong there: the modules of the controller import, at their top, what they use in actors that the
+controller only starts, or after those have started:
   trainer/ray/vllm_engine.py:7,11-12                 vllm (in the engine's process)
   trainer/ray/launcher.py:12,14                      OpenRLHF's own models, DeepSpeed
   datasets/utils.py:3, utils/utils.py:5              datasets, transformers
   utils/__init__.py:1                                math_utils (sympy)
 That is eight seconds of a processor before the first actor can be started, and 1 GB of host memory.
 
-Changes: these import statements, and no others, bind names that import their module when they are first used.
-flash-attn, which openrlhf.models imports, is not needed any more.
+Changes: these import statements, and no others, bind names that import their module when they are
+first used. flash-attn, which openrlhf.models imports, is not needed any more.
 
 Remove when: openrlhf imports these inside the functions that use them.
 """
@@ -63,7 +64,8 @@ PATCH = Patch(
 
 
 class DeferredName:
-    """Stands for a name of a module, which is imported at the first use: a call, an attribute, isinstance."""
+    """Stands for a name of a module, which is imported at the first use: a call, an attribute,
+    isinstance."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
@@ -76,7 +78,8 @@ class DeferredName:
         return self.resolve()(*args, **kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what looks at names (inspect, copy, typing) does not use them
+        # what looks at names (inspect, copy, typing) does not use them
+        if attribute.startswith("__"):
             raise AttributeError(attribute)
         return getattr(self.resolve(), attribute)
 
@@ -86,15 +89,22 @@ class DeferredName:
 
 @contextmanager
 def deferring(patch: Patch, modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]:
-    """Runs the body of ``importer`` with an ``import`` that defers these modules; its functions get the usual one.
-    Raises PatchRefused: the dependency is of a version that the patch was not written for."""
+    """Runs the body of ``importer`` with an ``import`` that defers these modules; its functions get
+    the usual one. Raises PatchRefused: the dependency is of a version that the patch was not
+    written for."""
     patch.require_known_version()
     deferring = True
 
     def import_or_defer(
-        name: str, globals: dict | None = None, locals: Any = None, fromlist: Any = (), level: int = 0
+        name: str,
+        globals: dict | None = None,
+        locals: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
     ) -> Any:
-        absolute = resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
+        absolute = (
+            resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
+        )
         if deferring and absolute in modules:
             return _DeferredModule(absolute) if fromlist else _outermost(absolute)
         return builtins.__import__(name, globals, locals, fromlist, level)

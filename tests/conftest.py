@@ -1,4 +1,5 @@
-"""Settings of every test: one thread for each process, no network, Ctrl-C works, hypothesis without a clock."""
+"""Settings of every test: one thread for each process, no network, Ctrl-C works, hypothesis without
+a clock."""
 
 from __future__ import annotations
 
@@ -17,16 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of CPU code, also where there are GPUs: tests/gpu is for those
+# the tests are of CPU code, also where there are GPUs: tests/gpu is for those
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in every job: one kind of server of tests/forks less
+# as in every job: one kind of server of tests/forks less
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
-# Ray ends a process that it has started and that is not there after so long; a loaded machine may need longer than 60 s
+# Ray ends a process that it has started and that is not there after so long; a loaded machine may
+# need longer than 60 s
 os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 # most of a small job's start is imports: Ray's workers are forked (tests/forks)
 _FORKS = "OPENRLHF_EXT_TESTS_FORKS"
@@ -43,10 +47,13 @@ from openrlhf_ext import patches  # noqa: E402
 from openrlhf_ext.imports import without_collection  # noqa: E402
 
 patches.apply()
-# ignored where the tests were started in the background by a script; processes that tests start would inherit that
+# ignored where the tests were started in the background by a script; processes that tests start
+# would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # the same examples in every run, and no failure because the machine was busy for a moment
-settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 
@@ -60,22 +67,29 @@ def servers_of_workers() -> None:
             asked = json.loads(started.read_text())
             if asked["network"] != os.readlink("/proc/self/ns/net"):
                 continue
-            program, tests = Path(__file__).with_name("forks") / "server.py", folder.name.split("-")[1]
+            program, tests = (
+                Path(__file__).with_name("forks") / "server.py",
+                folder.name.split("-")[1],
+            )
             command = [sys.executable, str(program), str(started.with_suffix("")), tests]
             with started.with_suffix(".log").open("w") as log:
-                subprocess.Popen(command, stdout=log, stderr=log, env=asked["environ"], start_new_session=True)
+                subprocess.Popen(
+                    command, stdout=log, stderr=log, env=asked["environ"], start_new_session=True
+                )
 
 
 @pytest.fixture(autouse=True)
 def same_signals() -> None:
-    """A guard in this process ignores them in the end (``Guard.ignore_signals``); processes inherit that."""
+    """A guard in this process ignores them in the end (``Guard.ignore_signals``); processes inherit
+    that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """What is random in a test is the same in every run and after every other test: none fails by chance."""
+    """What is random in a test is the same in every run and after every other test: none fails by
+    chance."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -83,7 +97,8 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that ran in this process for another test may have left it as the one rank of its group."""
+    """A command that ran in this process for another test may have left it as the one rank of its
+    group."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -96,7 +111,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole jobs first, then ranks: the short files then fill what they leave free of the workers (tests/run.sh)."""
+    """Whole jobs first, then ranks: the short files then fill what they leave free of the workers
+    (tests/run.sh)."""
 
     def place(item: pytest.Item) -> int:
         return 0 if item.get_closest_marker("e2e") else 1 if launches_ranks(item.path) else 2
@@ -106,10 +122,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files by ``--dist loadfile``, of which those that launch ranks go to one worker, one after the other.
+    """Files by ``--dist loadfile``, of which those that launch ranks go to one worker, one after
+    the other.
 
-    Four ranks wait for each other's messages: beside four others on two cores they take nearly twice as long, and a
-    third more of the cores' time, than beside a test of one process.
+    Four ranks wait for each other's messages: beside four others on two cores they take nearly
+    twice as long, and a third more of the cores' time, than beside a test of one process.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -132,8 +149,8 @@ def launches_ranks(file: Path) -> bool:
 
 @pytest.fixture(autouse=True)
 def import_path() -> Iterator[None]:
-    """Files of users are imported from their folders, which reward workers get from this process. A fixture of a
-    module comes before this one: what it adds stays for all of its tests."""
+    """Files of users are imported from their folders, which reward workers get from this process. A
+    fixture of a module comes before this one: what it adds stays for all of its tests."""
     before = [*sys.path]
     yield
     sys.path[:] = before

@@ -1,4 +1,5 @@
-"""Runs a function on several real processes with a rendezvous; many cases per launch, because start-up dominates."""
+"""Runs a function on several real processes with a rendezvous; many cases per launch, because
+start-up dominates."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE_S
 
-# Every rank is forked from a process that has imported what ranks need and done nothing else: it has one thread and no
-# group, and a test's own modules are imported by the rank. A process that has asked CUDA for devices must not fork.
+# Every rank is forked from a process that has imported what ranks need and done nothing else: it
+# has one thread and no group, and a test's own modules are imported by the rank. A process that has
+# asked CUDA for devices must not fork.
 _START = "spawn" if torch.cuda.is_available() else "forkserver"
 _CONTEXT = multiprocessing.get_context(_START)
 if _START == "forkserver":
@@ -37,15 +39,21 @@ def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> lis
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "payload").write_bytes(pickle.dumps(kwargs))
-        # this process serves the rendezvous, so that nobody else can take the port before the ranks do
+        # this process serves the rendezvous, so that nobody else can take the port before the ranks
+        # do
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = []
         for rank in range(world_size):
             env = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
-            }  # fmt: skip
+            }
             ranks.append(_CONTEXT.Process(target=_work, args=(module, function, folder, rank, env)))
             ranks[-1].start()
         _join(ranks, folder)
@@ -57,10 +65,13 @@ def _work(module: str, function: str, folder: Path, rank: int, env: Mapping[str,
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable()
-    assert _START == "spawn" or "tests.preloaded" in sys.modules, "multiprocessing passes over what it cannot import"
+    assert _START == "spawn" or "tests.preloaded" in sys.modules, (
+        "multiprocessing passes over what it cannot import"
+    )
     os.environ.clear()
     os.environ.update(env)
-    torch.set_num_threads(1)  # a forked rank has torch already, which reads OMP_NUM_THREADS when it is imported
+    # a forked rank has torch already, which reads OMP_NUM_THREADS when it is imported
+    torch.set_num_threads(1)
 
     from openrlhf_ext import patches
     from openrlhf_ext.imports import without_collection
@@ -74,7 +85,9 @@ def _work(module: str, function: str, folder: Path, rank: int, env: Mapping[str,
         dist.barrier()  # no rank may leave while another still talks to it
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which then aborts ("terminate called ...")
+    # gloo's threads may outlive the interpreter's own clean-up, which then aborts ("terminate
+    # called ...")
+    os._exit(0)
 
 
 def _join(ranks: list[BaseProcess], folder: Path) -> None:
@@ -89,5 +102,8 @@ def _join(ranks: list[BaseProcess], folder: Path) -> None:
             problems.append(f"rank {rank}: not finished after {PATIENCE_S:g} s")
         elif process.exitcode:
             problems.append(f"rank {rank}: exit code {process.exitcode}")
-    texts = [f"--- rank {rank}\n{(folder / f'stderr{rank}').read_text()[-8000:]}" for rank in range(len(ranks))]
+    texts = [
+        f"--- rank {rank}\n{(folder / f'stderr{rank}').read_text()[-8000:]}"
+        for rank in range(len(ranks))
+    ]
     assert not problems, "\n".join(problems + texts)

@@ -1,4 +1,5 @@
-"""What the ranks of ``tests.launch`` have imported when they are forked: what takes long, and no module of a test."""
+"""What the ranks of ``tests.launch`` have imported when they are forked: what takes long, and no
+module of a test."""
 
 from __future__ import annotations
 

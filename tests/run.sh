@@ -15,6 +15,7 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 WANDB_MO
 
 cd "$ROOT"
 "$VENV_PYTHON" -m ruff check .
+"$VENV_PYTHON" -m ruff format --check --quiet .
 "$VENV_PYTHON" -m mypy & # 80 s of one core without a cache: beside the tests
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT

@@ -12,12 +12,14 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 
 def masked_batch(sequences: Sequence[Tensor], masks: Sequence[Tensor]) -> SequenceBatch:
     """A batch of int64 rows; entry p of a mask says that token p + 1 is a response token."""
-    return sequence_batch([tokens.int().numpy() for tokens in sequences], [ranges_of(mask) for mask in masks])
+    return sequence_batch(
+        [tokens.int().numpy() for tokens in sequences], [ranges_of(mask) for mask in masks]
+    )
 
 
 def grouped(groups: Sequence[tuple[int, Sequence[int]]]) -> SequenceBatch:
-    """Rows of a prompt of so many tokens and responses of so many; every token is different, but for the prompts of a
-    group, which are the same."""
+    """Rows of a prompt of so many tokens and responses of so many; every token is different, but
+    for the prompts of a group, which are the same."""
     start, sequences, masks = 1, [], []
     for prompt, responses in groups:
         tokens, start = torch.arange(start, start + prompt), start + prompt

@@ -40,7 +40,10 @@ RULES = {
         {"algorithms", "checkpoints", "fp8", "head", "inputs", "options", "patches"},
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
-    "rollout": ({"compat", "fp8", "imports", "options", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
+    "rollout": (
+        {"compat", "fp8", "imports", "options", "patches", "stores"},
+        {"megatron", "openrlhf", "pydantic"},
+    ),
     "rewards": (
         {"compat", "inputs", "options", "redaction", "rollout", "user_code"},
         {"megatron", "openrlhf", "vllm", "ray", "pydantic"},
@@ -77,7 +80,10 @@ RULES = {
         },
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
-    "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
+    "ranks": (
+        CORE - {"config", "driver", "reporting", "rewards"},
+        {"openrlhf", "vllm", "pydantic"},
+    ),
     "driver": (
         CORE | {"inputs", "locks", "redaction", "run", "user_code"},
         {"openrlhf", "vllm", "megatron", "pydantic"},
@@ -167,8 +173,15 @@ def test_imports_inside_functions_are_those_that_the_documentation_explains():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
-        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS))
-        inside = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom))
+        functions = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS)
+        )
+        inside = (
+            node
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.ImportFrom)
+        )
         if any((node.module or "").split(".")[0] == "openrlhf_ext" for node in inside):
             found.add(next((place for place in LATE if name.startswith(place)), name))
     assert found == set(LATE)
@@ -182,7 +195,11 @@ def test_only_compat_imports_openrlhf():
 
 def test_the_package_imports_nothing_that_is_not_shipped_with_it():
     for path in PACKAGE.rglob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"benchmarks", "examples", "tests"}, path
+        assert not {name.split(".")[0] for name in imports(path)} & {
+            "benchmarks",
+            "examples",
+            "tests",
+        }, path
 
 
 def test_every_room_is_covered():

@@ -1,4 +1,5 @@
-"""What this package relies on of OpenRLHF 0.11.2: names, signatures, fields. An upgrade shows its drift here."""
+"""What this package relies on of OpenRLHF 0.11.2: names, signatures, fields. An upgrade shows its
+drift here."""
 
 # ruff: noqa: E501  (one signature a line)
 
@@ -15,7 +16,8 @@ from tests.models import make_tiny_policy
 
 
 def parameters(function) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]  # Ray adds that one
+    # Ray adds that one
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 
 def test_the_pinned_version_is_installed():
@@ -26,18 +28,34 @@ def test_the_pinned_version_is_installed():
 def test_a_tokenizers_own_code_is_not_executed(tmp_path, tokenizer_class):
     make_tiny_policy(tmp_path)
     settings = tmp_path / "tokenizer_config.json"
-    told = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": tokenizer_class}
+    told = {
+        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+        "tokenizer_class": tokenizer_class,
+    }
     settings.write_text(json.dumps(json.loads(settings.read_text()) | told))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n"
+    )
     tokenizer = compat.get_tokenizer(str(tmp_path), "right")
-    assert tokenizer.padding_side == "right" and tokenizer.pad_token is not None and tokenizer("1+2")["input_ids"]
+    assert (
+        tokenizer.padding_side == "right"
+        and tokenizer.pad_token is not None
+        and tokenizer("1+2")["input_ids"]
+    )
     assert not (tmp_path / "executed").exists()
 
 
 def test_what_agents_are_given():
     assert parameters(compat.AgentExecutorBase.execute) == [
-        "self", "prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images",
-    ]  # fmt: skip
+        "self",
+        "prompt",
+        "label",
+        "sampling_params",
+        "max_length",
+        "hf_tokenizer",
+        "llm_engine",
+        "images",
+    ]
 
 
 def test_what_the_loggers_are_told():

@@ -1,7 +1,8 @@
-"""Every command in README and docs says in a comment above it who runs it; those marked ``run here`` run here.
+"""Every command in README and docs says in a comment above it who runs it; those marked
+``run here`` run here.
 
-<!-- run here -->                  by this test, in a folder with a small model, data and the repository's examples
-<!-- run here, as a dry run -->    the same with --dry_run behind it
+<!-- run here -->                  by this test, in a folder with a small model, data and the
+repository's examples <!-- run here, as a dry run -->    the same with --dry_run behind it
 <!-- run by tests/FILE.py -->      by another test
 <!-- checked by tests/FILE.py -->  its words are, by another test; it takes too long to run
 <!-- needs GPUs -->, <!-- needs a network -->, <!-- needs Slurm --> ...   by nobody here
@@ -27,7 +28,9 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE
+)
 ELSEWHERE = re.compile(r"(?:run|checked) by (tests/[\w/]+\.(?:py|sh))|needs [\w ,]+")
 MODEL = {
     "model_type": "qwen2", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 99,
@@ -70,7 +73,9 @@ def test_every_block_of_commands_says_who_runs_it(place, mark, text):
     if match[1] is None:
         return
     source, page = (ROOT / match[1]).read_text(), Path(place.partition(":")[0])
-    named = re.findall(r"(?:examples/scripts|tests)/\w+\.sh|openrlhf_ext\.cli\.\w+|openrlhf-ext \w+", text)
+    named = re.findall(
+        r"(?:examples/scripts|tests)/\w+\.sh|openrlhf_ext\.cli\.\w+|openrlhf-ext \w+", text
+    )
     words = [re.split(r"[./ ]", name)[-1 - name.endswith(".sh")] for name in named]
     assert page.name in source or any(word in source for word in words), (
         f"{place}: {match[1]} names neither {page.name} nor any of {named}"
@@ -79,7 +84,8 @@ def test_every_block_of_commands_says_who_runs_it(place, mark, text):
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a reader might type: a model, problem files, a reward function, a YAML file."""
+    """A folder in which a reader might type: a model, problem files, a reward function, a YAML
+    file."""
     desk = tmp_path_factory.mktemp("desk")
     for name in ("examples", "configs", "tests", "benchmarks", "openrlhf_ext"):
         (desk / name).symlink_to(ROOT / name)
@@ -87,7 +93,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "model/config.json").write_text(json.dumps(MODEL))
     shutil.copytree(desk / "model", desk / "chat_model")
     (desk / "chat_model/chat_template.jinja").write_text(CHAT_TEMPLATE)
-    chats = ({"context_messages": [{"role": "user", "content": f"How many are {i} and 1?"}]} for i in range(128))
+    chats = (
+        {"context_messages": [{"role": "user", "content": f"How many are {i} and 1?"}]}
+        for i in range(128)
+    )
     (desk / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (desk / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': 0.0}\n"
@@ -123,7 +132,8 @@ def test_commands_do_what_the_page_says(desk, monkeypatch, capfd, place, mark, t
 
 
 def run(words: list[str]) -> int:
-    """The exit status. Commands of the package run in this process, which has imported what they need."""
+    """The exit status. Commands of the package run in this process, which has imported what they
+    need."""
     if words[0] == "openrlhf-ext":
         return main(words[1:])
     if words[:2] == ["python", "-m"] and words[2].startswith("openrlhf_ext.cli."):

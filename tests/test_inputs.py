@@ -1,7 +1,8 @@
-"""The one door for files that a user brings: whatever is in them, reading ends well or in an InputError, and soon.
+"""The one door for files that a user brings: whatever is in them, reading ends well or in an
+InputError, and soon.
 
-10,000 mutations of good files of every kind; ``OPENRLHF_EXT_MUTATIONS=200000`` makes as many, from another seed each
-time (``--hypothesis-seed=7``: from this one).
+10,000 mutations of good files of every kind; ``OPENRLHF_EXT_MUTATIONS=200000`` makes as many, from
+another seed each time (``--hypothesis-seed=7``: from this one).
 """
 
 from __future__ import annotations
@@ -26,14 +27,25 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.files import DatasetRef, parameter_count, tokenizer_difference, tokenizer_fault
+from openrlhf_ext.config.files import (
+    DatasetRef,
+    parameter_count,
+    tokenizer_difference,
+    tokenizer_fault,
+)
 from openrlhf_ext.config.records import Wanted, open_source, scan_records
 from openrlhf_ext.inputs import InputError, decode
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
+from openrlhf_ext.tools.evaluate.problems import (
+    Problem,
+    Store,
+    load_benchmark,
+    load_completions,
+    load_problems,
+)
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.plan.translate import translate
@@ -48,24 +60,70 @@ MUTATIONS = int(ASKED or 10_000)
 COMMANDS = MUTATIONS // 20  # through a whole command each
 LONGEST_S = 30  # of one mutation; they take milliseconds
 
-BOMB = "[&a [1,1,1,1,1,1,1,1,1,1], " + ", ".join(
-    f"&{new} [{','.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-) + "]"  # fmt: skip
+BOMB = (
+    "[&a [1,1,1,1,1,1,1,1,1,1], "
+    + ", ".join(
+        f"&{new} [{','.join([f'*{old}'] * 10)}]"
+        for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    + "]"
+)
 HOSTILE = [
     text.encode("utf-8", "surrogatepass")
     for text in (
-        "null", "true", "[]", "{}", "1e999", "-1", "0", "1" + "0" * 30, "9" * 5000, "NaN", "1.5", "2147483648", '""',
-        '"\\ud800"', '"\\u0000"', "\0", "\ufeff", "\ud800", "[" * 3000, '{"a":' * 3000, '"../../x"', '"/etc/passwd"',
-        '"', "'", "\n", ",", ":", "!!int abc", "!!python/object/apply:os.system [true]", "!!timestamp 2020-01-01",
-        "&a [*a]", "&a {b: *a}", "*a", "<<: {a: 1}", "? [1]\n: 2", "- ", "\t", "%", '"' + "x" * 5000 + '"', "x" * 300,
-        '[1, "a", null]', '{"a": {"b": [1]}}', "1_000", "None", BOMB,
+        "null",
+        "true",
+        "[]",
+        "{}",
+        "1e999",
+        "-1",
+        "0",
+        "1" + "0" * 30,
+        "9" * 5000,
+        "NaN",
+        "1.5",
+        "2147483648",
+        '""',
+        '"\\ud800"',
+        '"\\u0000"',
+        "\0",
+        "\ufeff",
+        "\ud800",
+        "[" * 3000,
+        '{"a":' * 3000,
+        '"../../x"',
+        '"/etc/passwd"',
+        '"',
+        "'",
+        "\n",
+        ",",
+        ":",
+        "!!int abc",
+        "!!python/object/apply:os.system [true]",
+        "!!timestamp 2020-01-01",
+        "&a [*a]",
+        "&a {b: *a}",
+        "*a",
+        "<<: {a: 1}",
+        "? [1]\n: 2",
+        "- ",
+        "\t",
+        "%",
+        '"' + "x" * 5000 + '"',
+        "x" * 300,
+        '[1, "a", null]',
+        '{"a": {"b": [1]}}',
+        "1_000",
+        "None",
+        BOMB,
     )
-] + [b"\xff\xfe", b"\x80", b"PAR1", b"\xff" * 8]  # fmt: skip
+] + [b"\xff\xfe", b"\x80", b"PAR1", b"\xff" * 8]
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[-+.\w]+')
 
 
 def mutated(good: bytes, changes: list[tuple[str, float, int]]) -> bytes:
-    """``good`` after these changes: what, where (0 to 1), and which of the hostile texts or how many bytes."""
+    """``good`` after these changes: what, where (0 to 1), and which of the hostile texts or how
+    many bytes."""
     for change, where, number in changes:
         at, hostile = int(where * len(good)), HOSTILE[number % len(HOSTILE)]
         if change == "cut":
@@ -83,11 +141,13 @@ def mutated(good: bytes, changes: list[tuple[str, float, int]]) -> bytes:
 
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from(["replace", "replace", "replace", "insert", "flip", "cut", "drop"]), st.floats(0, 1),
+        st.sampled_from(["replace", "replace", "replace", "insert", "flip", "cut", "drop"]),
+        st.floats(0, 1),
         st.integers(0, 255),
     ),
-    min_size=1, max_size=3,
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+)
 
 
 class TooLong(BaseException):
@@ -108,7 +168,8 @@ def soon() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# ---- good files of every kind ----------------------------------------------------------------------------------------
+# ---- good files of every kind
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -119,24 +180,39 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model/model.safetensors")
     save_tensors(tensors, folder / "model", folder / "sharded", max_shard_bytes=100_000)
     records = [{"question": f"{i}+1=", "answer": f"{i + 1}", "source": "x"} for i in range(12)]
-    for name in ("data.jsonl", "lines.json", "array.json", "data.csv", "data.parquet", "data.arrow"):
+    for name in (
+        "data.jsonl",
+        "lines.json",
+        "array.json",
+        "data.csv",
+        "data.parquet",
+        "data.arrow",
+    ):
         write_records(folder / name, records)
-    write_records(folder / "aime.jsonl", [{"problem": r["question"], "answer": r["answer"]} for r in records])
-    write_records(folder / "saved.jsonl", [{"problem": i, "completions": ["1", "2"]} for i in range(12)])
-    # relative: a part of an absolute path is a folder of all tests, and a search of it takes minutes
+    write_records(
+        folder / "aime.jsonl", [{"problem": r["question"], "answer": r["answer"]} for r in records]
+    )
+    write_records(
+        folder / "saved.jsonl", [{"problem": i, "completions": ["1", "2"]} for i in range(12)]
+    )
+    # relative: a part of an absolute path is a folder of all tests, and a search of it takes
+    # minutes
     (folder / "run.yaml").write_text(
-        "# a run\nactor:\n  model_name_or_path: model\n  num_gpus_per_node: 2\n  adam: {lr: 1e-6, betas: [0.9, 0.99]}\n"
-        "rollout: {batch_size: 4, n_samples_per_prompt: 4, max_new_tokens: 16}\ntrain.batch_size: 16\n"
-        "data:\n  prompt_dataset: data.jsonl\n  input_key: question\n  label_key: answer\n  max_len: 64\n"
-        "reward.remote_url: http://localhost:1/grade\nalgo:\n  advantage:\n    estimator: gtpo_entropy\n"
-        "  gtpo_entropy: {alpha1: 1.0}\nckpt: {output_dir: out, path: ckpt, save_steps: 5}\n"
+        "# a run\nactor:\n  model_name_or_path: model\n  num_gpus_per_node: 2\n  adam: {lr: "
+        "1e-6, betas: [0.9, 0.99]}\nrollout: {batch_size: 4, n_samples_per_prompt: 4, "
+        "max_new_tokens: 16}\ntrain.batch_size: 16\ndata:\n  prompt_dataset: data.jsonl\n  "
+        "input_key: question\n  label_key: answer\n  max_len: 64\nreward.remote_url: "
+        "http://localhost:1/grade\nalgo:\n  advantage:\n    estimator: gtpo_entropy\n  "
+        "gtpo_entropy: {alpha1: 1.0}\nckpt: {output_dir: out, path: ckpt, save_steps: 5}\n"
         "megatron.param_dtype: fp32\n"
     )
     (folder / "verl.yaml").write_text(
-        "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: '${actor_rollout_ref.rollout.n}'}\n"
-        "actor_rollout_ref: {rollout: {n: '${data.x}'}}\n"
+        "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: "
+        "'${actor_rollout_ref.rollout.n}'}\nactor_rollout_ref: {rollout: {n: '${data.x}'}}\n"
     )
-    (folder / "trl.yaml").write_text("learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n")
+    (folder / "trl.yaml").write_text(
+        "learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n"
+    )
     make_run(folder / "run", 10, samples=False)
     make_run(folder / "sampled", 1)
     shutil.copy(folder / "sampled/samples.jsonl", folder / "rollouts.jsonl")
@@ -147,12 +223,23 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.append(RESULTS)
     sample = {"prompt": "1+1", "completion": "2", "score": 1.0}
     (folder / "before.json").write_text(
-        json.dumps({"accuracy": 0.5, "standard_error": 0.1, "prompts": 12, "samples_per_prompt": 4,
-                    "score_mean": 0.5, "sample_answers": [sample]}, indent=1)
-    )  # fmt: skip
+        json.dumps(
+            {
+                "accuracy": 0.5,
+                "standard_error": 0.1,
+                "prompts": 12,
+                "samples_per_prompt": 4,
+                "score_mean": 0.5,
+                "sample_answers": [sample],
+            },
+            indent=1,
+        )
+    )
     CheckpointStore(folder, 3).mark_best({"step": 3, "metric": "eval/accuracy", "value": 0.5})
     (folder / "out/.complete").mkdir(parents=True)
-    (folder / "out/.complete/files.json").write_text(json.dumps({"config.json": 2, "model.safetensors": 9}))
+    (folder / "out/.complete/files.json").write_text(
+        json.dumps({"config.json": 2, "model.safetensors": 9})
+    )
     return folder
 
 
@@ -161,7 +248,8 @@ def read_configuration(path: Path) -> None:
         with chdir(path.parent):
             load_config(["--config", str(path)])
     except ConfigError as error:
-        raise InputError(f"{path.name}: {error}") from error  # rules between options need not name the file
+        # rules between options need not name the file
+        raise InputError(f"{path.name}: {error}") from error
 
 
 def read_data(path: Path) -> None:
@@ -212,16 +300,25 @@ def read_store(path: Path) -> None:
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
-    **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
+    **dict.fromkeys(
+        ["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data
+    ),
     **dict.fromkeys(["verl.yaml", "trl.yaml"], lambda path: translate([path.stem, str(path)])),
     "model/config.json": lambda path: read_model_shape(path.parent),
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
-    **dict.fromkeys(["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights),
-    **dict.fromkeys(["run/metrics.jsonl", "run/events.jsonl", "run/ledger.jsonl", "sampled/samples.jsonl"], read_run),
+    **dict.fromkeys(
+        ["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights
+    ),
+    **dict.fromkeys(
+        ["run/metrics.jsonl", "run/events.jsonl", "run/ledger.jsonl", "sampled/samples.jsonl"],
+        read_run,
+    ),
     "rollouts.jsonl": read_rollouts,
     "data.jsonl as problems": load_problems,
     "aime.jsonl": lambda path: load_benchmark("aime24", path),
-    "saved.jsonl": lambda path: load_completions(path, [Problem(i, f"{i}+1=", "") for i in range(12)]),
+    "saved.jsonl": lambda path: load_completions(
+        path, [Problem(i, f"{i}+1=", "") for i in range(12)]
+    ),
     "store.jsonl": read_store,
     "before.json": lambda path: Request(Evaluate(compare=str(path))).before,
     "best.json": lambda path: CheckpointStore(path.parent, 3).best(),
@@ -259,7 +356,8 @@ def test_any_file_is_read_or_refused_with_its_name(good: Path, kind: str) -> Non
     assert seen["read"] > 0 and (seen["refused"] > 0) == (kind not in LEFT_OUT), seen
 
 
-# ---- through the commands --------------------------------------------------------------------------------------------
+# ---- through the commands
+# --------------------------------------------------------------------------------------------
 
 
 def train(good: Path) -> int:
@@ -273,7 +371,9 @@ def evaluation(good: Path) -> int:
 
 
 def saved(good: Path) -> int:
-    return evaluate.main(["--benchmark", f"aime24={good}/aime.jsonl", "--completions", str(good / "saved.jsonl")])
+    return evaluate.main(
+        ["--benchmark", f"aime24={good}/aime.jsonl", "--completions", str(good / "saved.jsonl")]
+    )
 
 
 def conversion(good: Path) -> int:
@@ -285,7 +385,16 @@ def page(good: Path) -> int:
 
 
 THROUGH: list[tuple[Callable[[Path], int], list[str]]] = [
-    (train, ["run.yaml", "data.jsonl", "model/config.json", "model/model.safetensors", "model/tokenizer.json"]),
+    (
+        train,
+        [
+            "run.yaml",
+            "data.jsonl",
+            "model/config.json",
+            "model/model.safetensors",
+            "model/tokenizer.json",
+        ],
+    ),
     (evaluation, ["aime.jsonl", "before.json", "model/config.json", "model/tokenizer_config.json"]),
     (saved, ["saved.jsonl"]),
     (conversion, ["sharded/config.json", "sharded/model.safetensors.index.json"]),
@@ -294,12 +403,16 @@ THROUGH: list[tuple[Callable[[Path], int], list[str]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command, _ in THROUGH], ids=lambda command: command.__name__)
+@pytest.mark.parametrize(
+    "command", [command for command, _ in THROUGH], ids=lambda command: command.__name__
+)
 def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, capsys) -> None:
     """Up to where a model would be loaded, or processes started."""
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: [])
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._finish", lambda request, results: 0)
-    monkeypatch.setattr("openrlhf_ext.tools.plan.conversion_check.check_conversion", lambda settings: Passed())
+    monkeypatch.setattr(
+        "openrlhf_ext.tools.plan.conversion_check.check_conversion", lambda settings: Passed()
+    )
     names = dict(THROUGH)[command]
     contents = {name: (good / name).read_bytes() for name in names}
     seen = {0: 0, 2: 0}
@@ -341,7 +454,9 @@ def test_what_only_transformers_refuses_in_config_json_ends_with_2(good: Path, c
     assert f"{path} cannot be read by transformers: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("header", [b'{"a": [1]}', b'{"a": {"dtype": "F32", "shape": ["x"]}}', b"[]", b"{" * 99])
+@pytest.mark.parametrize(
+    "header", [b'{"a": [1]}', b'{"a": {"dtype": "F32", "shape": ["x"]}}', b"[]", b"{" * 99]
+)
 def test_odd_headers_are_said_with_their_file_also_where_checkpoints_are_saved(
     good: Path, header: bytes, capsys
 ) -> None:
@@ -352,7 +467,10 @@ def test_odd_headers_are_said_with_their_file_also_where_checkpoints_are_saved(
         assert train(good) == 2
     finally:
         path.write_bytes(content)
-    assert f"actor.model_name_or_path: {path} cannot be read as safetensors: " in capsys.readouterr().err
+    assert (
+        f"actor.model_name_or_path: {path} cannot be read as safetensors: "
+        in capsys.readouterr().err
+    )
 
 
 class Passed(SimpleNamespace):

@@ -1,4 +1,5 @@
-"""Numbers of README and docs/performance.md come from records; pages say which records are older than the code."""
+"""Numbers of README and docs/performance.md come from records; pages say which records are older
+than the code."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from benchmarks import record
 
 COMMITTED = sorted(path.name for path in record.RESULTS.glob("*.json"))
 # 1.5 s, 90 %, 3.1 GiB, 4,345 tokens/s: what somebody measured
-MEASURED = re.compile(r"\d[\d.,]*(?:%| %| s\b| min(?:utes)?\b| GiB\b| MiB\b| times\b|x faster| tokens/s\b)")
+MEASURED = re.compile(
+    r"\d[\d.,]*(?:%| %| s\b| min(?:utes)?\b| GiB\b| MiB\b| times\b|x faster| tokens/s\b)"
+)
 
 
 def test_every_record_says_what_it_measures():
@@ -32,7 +35,11 @@ def test_what_records_measure_exists():
 
 def region_records(page: str) -> set[str]:
     """The records that the regions of a page are made from."""
-    return {name for region in record.REGION.finditer(page) for name in record._made(region[2], region[3])[1]}
+    return {
+        name
+        for region in record.REGION.finditer(page)
+        for name in record._made(region[2], region[3])[1]
+    }
 
 
 def test_every_record_stands_in_a_page_with_its_state():
@@ -96,7 +103,12 @@ def test_what_is_made_from_records_is_what_they_say(page):
 def test_no_measured_number_stands_outside_of_what_is_made_from_a_record(name):
     text = record.REGION.sub("", (record.ROOT / name).read_text())
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    numbers = [found for line in text.splitlines() for found in MEASURED.findall(line) if found not in SETTINGS]
+    numbers = [
+        found
+        for line in text.splitlines()
+        for found in MEASURED.findall(line)
+        if found not in SETTINGS
+    ]
     assert not numbers, f"{name}: {numbers} come from no record (benchmarks/record.py, TEXTS)"
 
 
@@ -106,8 +118,12 @@ SETTINGS = {"5 %", "75 %", "6 s", "400 s", "100 s"}
 
 def test_a_number_that_differs_from_its_record_is_found(monkeypatch):
     page, load = (record.ROOT / "docs/performance.md").read_text(), record.load
-    assert record.filled(page) == page, "and the benchmarks have been imported with what they import"
-    spoiled = json.loads(json.dumps(load("end_to_end_cpu.json")).replace('"median": ', '"median": 1'))
+    assert record.filled(page) == page, (
+        "and the benchmarks have been imported with what they import"
+    )
+    spoiled = json.loads(
+        json.dumps(load("end_to_end_cpu.json")).replace('"median": ', '"median": 1')
+    )
 
     def changed(name: str) -> dict:
         found = load(name)  # which notes what a text is made from

@@ -23,18 +23,26 @@ def test_the_user_and_password_of_an_address_are_hidden(password, scheme):
     assert redact(address) == hidden and lacks_a_secret(hidden) and not lacks_a_secret(address)
     assert redact(f"server {address} did not answer") == f"server {hidden} did not answer"
     assert redact(f"{address},{address},http://other/f") == f"{hidden},{hidden},http://other/f"
-    assert redacted({"a": [address, 1, None], "b": (0.5, True)}) == {"a": [hidden, 1, None], "b": [0.5, True]}
+    assert redacted({"a": [address, 1, None], "b": (0.5, True)}) == {
+        "a": [hidden, 1, None],
+        "b": [0.5, True],
+    }
 
 
 def test_secrets_in_a_query_are_hidden():
     assert redact("https://h/f?x=1&api_key=abc&y=2") == "https://h/f?x=1&api_key=(hidden)&y=2"
-    assert redact("s3://b/k?X-Amz-Signature=abc,https://h/") == "s3://b/k?X-Amz-Signature=(hidden),https://h/"
+    assert (
+        redact("s3://b/k?X-Amz-Signature=abc,https://h/")
+        == "s3://b/k?X-Amz-Signature=(hidden),https://h/"
+    )
     assert redact("x: \"https://h/f?token=abc\"  # 'https://h/?key=1'") == (
         "x: \"https://h/f?token=(hidden)\"  # 'https://h/?key=(hidden)'"
     )
 
 
-@pytest.mark.parametrize("text", ["/runs/a@b/c", "org/name@0.5", "http://host:80/f?x=1", "mail me@host", "a//b", ""])
+@pytest.mark.parametrize(
+    "text", ["/runs/a@b/c", "org/name@0.5", "http://host:80/f?x=1", "mail me@host", "a//b", ""]
+)
 def test_what_has_no_password_stays(text):
     assert redact(text) == text and not lacks_a_secret(text)
 
@@ -53,21 +61,36 @@ def test_what_a_terminal_obeys_is_escaped(capsys):
 
 
 def test_a_prompt_and_a_reward_function_cannot_drive_the_terminal(tmp_path, capfd):
-    reward = "def reward_func(queries, prompts, labels):\n    raise ValueError(queries[0] + '\x1b]0;raised\x07')\n"
+    reward = (
+        "def reward_func(queries, prompts, labels):\n    raise ValueError(queries[0] + "
+        "'\x1b]0;raised\x07')\n"
+    )
     task = Task.make(tmp_path, reward=reward)
     data = tmp_path / "escapes.jsonl"
-    data.write_text("".join(json.dumps({"question": f"\x1b[2J {n}+1=", "answer": "2"}) + "\n" for n in range(40)))
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"\x1b[2J {n}+1=", "answer": "2"}) + "\n" for n in range(40)
+        )
+    )
     main([*task.options("out", data__prompt_dataset=data), "--dry_run"])
     told = capfd.readouterr()
     assert "\\x1b[2J" in told.out and "\\x1b]0;raised\\x07" in told.out
     assert not {"\x1b", "\x07"} & {*told.out, *told.err}
 
 
-@pytest.mark.parametrize("words", [
-    ["--actor.adam.weight_decay", "x" * 100_000], ["--actor.optim", "x y " * 25_000], [f"--{'x' * 100_000}", "3"],
-    ["--train.batch_size", "9" * 100_000], ["x" * 100_000], ["--config", "x" * 100_000],
-    ["--actor.model_name_or_path", "x/" * 50_000], ["--data.prompt_dataset", "y" * 100_000],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--actor.adam.weight_decay", "x" * 100_000],
+        ["--actor.optim", "x y " * 25_000],
+        [f"--{'x' * 100_000}", "3"],
+        ["--train.batch_size", "9" * 100_000],
+        ["x" * 100_000],
+        ["--config", "x" * 100_000],
+        ["--actor.model_name_or_path", "x/" * 50_000],
+        ["--data.prompt_dataset", "y" * 100_000],
+    ],
+)
 def test_what_is_echoed_is_shortened(tmp_path, capfd, words):
     assert main([*Task.make(tmp_path).options("out"), *words, "--dry_run"]) == 2
     told = capfd.readouterr()
@@ -83,8 +106,13 @@ def test_the_command_shows_no_password_and_takes_no_hidden_one(tmp_path, capsys)
     shown = capsys.readouterr()
     hidden = "http://(hidden)@grader:80/f"
     assert "w:o" not in shown.out + shown.err
-    (line,) = [line for line in shown.out.splitlines() if "remote_url:" in line and "grader" in line]
-    assert f'remote_url: "{hidden},{hidden}"  # set: ' in line and "# something is hidden: put it in" in line
+    (line,) = [
+        line for line in shown.out.splitlines() if "remote_url:" in line and "grader" in line
+    ]
+    assert (
+        f'remote_url: "{hidden},{hidden}"  # set: ' in line
+        and "# something is hidden: put it in" in line
+    )
     assert main([*words, "--dry_run_json"]) == 0
     assert "w:o" not in (text := capsys.readouterr().out) and hidden in text
     assert main(task.options("out", reward__remote_url="ftp://me:p@ss/w:o%40rd@grader/f")) == 2

@@ -15,18 +15,30 @@ OF_OTHERS = {"CUDA out of memory"}  # torch's own
 
 
 def texts() -> list[str]:
-    """Every text that the package may say, no docstring or help, implicit concatenations as one; the scripts' lines."""
+    """Every text that the package may say, no docstring or help, implicit concatenations as one;
+    the scripts' lines."""
     found = []
     for path in (ROOT / "openrlhf_ext").rglob("*.py"):
         tree = ast.parse(path.read_text())
-        about = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-        about += [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "option"]
+        about = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ]
+        about += [
+            n
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "option"
+        ]
         unsaid = {part for node in about for part in ast.walk(node)}
         for node in ast.walk(tree):
             if node in unsaid:
                 continue
             if isinstance(node, ast.JoinedStr):
-                parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
                 found.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)

@@ -1,4 +1,5 @@
-"""Nothing unused: vulture over everything that users run. Code that only tests call counts as unused."""
+"""Nothing unused: vulture over everything that users run. Code that only tests call counts as
+unused."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ import vulture
 ROOT = Path(__file__).parent.parent
 SCANNED = ("openrlhf_ext", "patches", "benchmarks", "examples")
 REGISTERED = ["@register_algorithm", "@model_validator", "@fault"]
-OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py", "openrlhf_ext/config/sft.py")
-"""Fields there are options: some are read by OpenRLHF's classes only, others are refused by name."""
+OPTIONS = (
+    "openrlhf_ext/options/sections/",
+    "openrlhf_ext/config/run_config.py",
+    "openrlhf_ext/config/sft.py",
+)
+"""Fields there are options: some are read by OpenRLHF's classes only, others are refused by
+name."""
 
 LIBRARIES_READ = {
     # overridden: the library calls it
@@ -63,7 +69,8 @@ LIBRARIES_READ = {
     "_timeout": "torch's ProcessGroup, of its options",
     "_devices": "torch's ProcessGroupGloo, of its options",
     "pre_tokenizer": "tokenizers, of a Tokenizer",
-    # of the bases of agent files for earlier releases (rewards/earlier_agents.py): the file reads it
+    # of the bases of agent files for earlier releases (rewards/earlier_agents.py): the file reads
+    # it
     "model_name": "OpenRLHF's OpenAI server executor",
     "client": "see model_name",
     # found by a name that is put together
@@ -73,15 +80,25 @@ LIBRARIES_READ = {
 
 
 def texts(path: Path) -> set[str]:
-    """What a file says as text: ranks and engines are called by name, through Ray or a process group."""
+    """What a file says as text: ranks and engines are called by name, through Ray or a process
+    group."""
     nodes = ast.walk(ast.parse(path.read_text()))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def unused() -> dict[str, str]:
     """Names that nothing uses, with where they are."""
     checker = vulture.Vulture(ignore_decorators=REGISTERED)
-    files = [path for folder in SCANNED for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+    files = [
+        path
+        for folder in SCANNED
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not path.is_symlink()
+    ]
     checker.scavenge([str(path) for path in files])
     said = set().union(*map(texts, files))
     found = {}

@@ -20,8 +20,10 @@ class Cell:
     """One process and one entry of the JSON.
 
     Attributes:
-        kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm', 'layers', 'engine', 'mismatch', 'run'.
-        way: a recipe of ``settings.RECIPES``, 'bf16', a scaling of ``torch.nn.functional.scaled_mm``, or a run of
+        kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm', 'layers', 'engine',
+        'mismatch', 'run'.
+        way: a recipe of ``settings.RECIPES``, 'bf16', a scaling of
+        ``torch.nn.functional.scaled_mm``, or a run of
             ``runs.RUNS``; of 'mismatch' always 'emulated'.
         tokens: of a sequence; 0 where it does not matter.
         ranks: the layers are those that one of so many tensor-parallel ranks holds.
@@ -36,10 +38,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """'layers/blockwise/4096', 'layers/blockwise/4096/tp8': its key in the JSON and its name on the command
-        line."""
+        """'layers/blockwise/4096', 'layers/blockwise/4096/tp8': its key in the JSON and its name on
+        the command line."""
         ranks = f"tp{self.ranks}" if self.ranks > 1 else ""
-        return "/".join(filter(None, [self.kind, self.way, str(self.tokens or ""), ranks, self.variant]))
+        return "/".join(
+            filter(None, [self.kind, self.way, str(self.tokens or ""), ranks, self.variant])
+        )
 
     @classmethod
     def named(cls, name: str) -> Cell:
@@ -60,7 +64,8 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What TransformerEngine reads when it is imported: each scale format has a process of its own."""
+        """What TransformerEngine reads when it is imported: each scale format has a process of its
+        own."""
         recipe = RECIPES.get(self.way)
         return {} if recipe is None else recipe.environment
 
@@ -79,24 +84,30 @@ def cells_of(study: dict[str, Any], *, build: bool) -> list[Cell]:
     by_kind = {
         "linear": [Cell("linear", way) for way in [*recipes, *pow2]],
         "products": [
-            *(Cell("products", way) for way in recipes), *(Cell("scaled_mm", scaling) for scaling in SCALINGS),
+            *(Cell("products", way) for way in recipes),
+            *(Cell("scaled_mm", scaling) for scaling in SCALINGS),
             *(Cell("products", way) for way in pow2),
         ],
         "layers": list(_layers(study)),
         "engine": [Cell("engine", way) for way in (BF16, "blockwise")],
         "mismatch": [Cell("mismatch", "emulated")],
         "run": [Cell("run", way) for way in study["run"]["ways"]],
-    }  # fmt: skip
-    return [*([Cell(BUILD)] if build else []), *(cell for kind in study["kinds"] for cell in by_kind[kind])]
+    }
+    return [
+        *([Cell(BUILD)] if build else []),
+        *(cell for kind in study["kinds"] for cell in by_kind[kind]),
+    ]
 
 
 def _layers(study: dict[str, Any]) -> Iterator[Cell]:
-    """Every length with all ranks before the next length; then what else a step may do, at the first length."""
+    """Every length with all ranks before the next length; then what else a step may do, at the
+    first length."""
     settings = study["layers"]
     mlp = [f"{recipe}_mlp" for recipe in settings["mlp_only"]]
     for tokens in settings["sequences"]:
         for ranks in settings["tensor_parallel"]:
-            for way in [BF16, *study["recipes"], *(mlp if ranks > 1 else [])]:  # whole matrices gain everywhere
+            # whole matrices gain everywhere
+            for way in [BF16, *study["recipes"], *(mlp if ranks > 1 else [])]:
                 yield Cell("layers", way, tokens, ranks)
     for variant in settings["variants"]:
         for ranks in sorted({min(settings["tensor_parallel"]), max(settings["tensor_parallel"])}):

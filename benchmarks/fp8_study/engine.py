@@ -1,4 +1,5 @@
-"""TransformerEngine's linear layer and recipes, and proof that it took what it was told. Imports it inside functions:
+"""TransformerEngine's linear layer and recipes, and proof that it took what it was told. Imports it
+inside functions:
 on a CPU there is none."""
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def transformer_engine() -> ModuleType:
         import transformer_engine.pytorch as te
     except (ImportError, RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"TransformerEngine cannot be imported ({type(error).__name__}: {error}): give --bundle, a folder that "
-            "bash tests/gpu/bundle.sh made, from which it is built here, and which needs nvcc and g++"
+            f"TransformerEngine cannot be imported ({type(error).__name__}: {error}): give "
+            "--bundle, a folder that bash tests/gpu/bundle.sh made, from which it is built "
+            "here, and which needs nvcc and g++"
         ) from error
     return te
 
@@ -41,14 +43,21 @@ def theirs(recipe: Recipe) -> Any:
     Raises:
         RuntimeError: it was imported under another scale format.
     """
-    from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+    from transformer_engine.common.recipe import (
+        DelayedScaling,
+        Float8BlockScaling,
+        Float8CurrentScaling,
+        Format,
+    )
 
     form = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}[recipe.format]
     if recipe.delayed:
         return DelayedScaling(
-            fp8_format=form, margin=recipe.margin, amax_history_len=recipe.amax_history_len,
+            fp8_format=form,
+            margin=recipe.margin,
+            amax_history_len=recipe.amax_history_len,
             amax_compute_algo=recipe.amax_compute_algo,
-        )  # fmt: skip
+        )
     found = (Float8BlockScaling if recipe.blockwise else Float8CurrentScaling)(fp8_format=form)
     took = found.fp8_quant_fwd_inp.power_2_scale
     if took != recipe.pow2:
@@ -61,4 +70,6 @@ def theirs(recipe: Recipe) -> Any:
 
 def linear(inputs: int, outputs: int) -> torch.nn.Module:
     """te.Linear without bias, bf16, on the GPU."""
-    return transformer_engine().Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    return transformer_engine().Linear(
+        inputs, outputs, bias=False, params_dtype=torch.bfloat16, device="cuda"
+    )

@@ -1,4 +1,5 @@
-"""Some layers of a 32B model through our own policy: train step and log-prob pass, with random weights."""
+"""Some layers of a 32B model through our own policy: train step and log-prob pass, with random
+weights."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SAMPLED = 256
 
 
 def measure(machine: Machine, cell: Cell, study: dict[str, Any]) -> dict[str, Any]:
-    """Speed, memory, and what the same weights and tokens give: loss, gradient norm, some log-probs.
+    """Speed, memory, and what the same weights and tokens give: loss, gradient norm, some
+    log-probs.
 
     Raises:
         AssertionError: the layers are not TransformerEngine's on a GPU.
@@ -50,25 +52,42 @@ def _measure(machine: Machine, cell: Cell, study: dict[str, Any]) -> dict[str, A
         found |= _speed(machine, policy, batch, loss, settings["repeats"])
         tokens_of_all = tokens * micro_batches
         return {
-            "layers": policy.layers, "recipe": "none" if recipe is None else recipe.label, "ranks": cell.ranks,
-            "tokens": tokens_of_all, **found, **_rates(policy, batch, found, tokens_of_all, study),
-        }  # fmt: skip
+            "layers": policy.layers,
+            "recipe": "none" if recipe is None else recipe.label,
+            "ranks": cell.ranks,
+            "tokens": tokens_of_all,
+            **found,
+            **_rates(policy, batch, found, tokens_of_all, study),
+        }
 
 
-def _policy(machine: Machine, policies: ModuleType, recipe: Recipe | None, cell: Cell, settings: dict) -> Any:
+def _policy(
+    machine: Machine, policies: ModuleType, recipe: Recipe | None, cell: Cell, settings: dict
+) -> Any:
     own = rank_sizes(settings, cell.ranks)
     model = policies.Model(
-        settings["num_layers"], settings["hidden"], own["heads"], own["kv_heads"], settings["head_dim"], own["mlp"],
+        settings["num_layers"],
+        settings["hidden"],
+        own["heads"],
+        own["kv_heads"],
+        settings["head_dim"],
+        own["mlp"],
         settings["vocabulary"],
-    )  # fmt: skip
+    )
     recompute = policies.RECOMPUTE["full, uniform" if cell.variant == "recompute" else "none"]
     optimizer = policies.Actor(adam=policies.Adam(lr=1e-6), lr_scheduler="constant")
     policy = policies.random_policy(
-        model, "bf16" if machine.on_gpu else "fp32", max_tokens=cell.tokens, optimizer=optimizer, fp8=recipe,
+        model,
+        "bf16" if machine.on_gpu else "fp32",
+        max_tokens=cell.tokens,
+        optimizer=optimizer,
+        fp8=recipe,
         recompute=recompute,
-    )  # fmt: skip
+    )
     if machine.on_gpu and policy.layers != "TransformerEngine":
-        raise AssertionError(f"the layers are {policy.layers}, not TransformerEngine's: give --bundle")
+        raise AssertionError(
+            f"the layers are {policy.layers}, not TransformerEngine's: give --bundle"
+        )
     return policy
 
 
@@ -76,13 +95,16 @@ def _values(policy: Any, batch: Any, loss: Any) -> dict[str, Any]:
     """Before any update: the same for all recipes apart from rounding."""
     metrics = policy.accumulate_gradients(batch, loss, loss)
     squares = [
-        parameter.main_grad.double().square().sum() for chunk in policy.chunks for parameter in chunk.parameters()
+        parameter.main_grad.double().square().sum()
+        for chunk in policy.chunks
+        for parameter in chunk.parameters()
     ]
     logprobs_N = policy.logprobs(batch).logprobs_N
     return {
-        "loss": metrics["loss/policy"], "gradient_norm": math.sqrt(torch.stack(squares).sum().item()),
+        "loss": metrics["loss/policy"],
+        "gradient_norm": math.sqrt(torch.stack(squares).sum().item()),
         "logprobs": logprobs_N[:: max(1, len(logprobs_N) // _SAMPLED)].tolist(),
-    }  # fmt: skip
+    }
 
 
 def _speed(machine: Machine, policy: Any, batch: Any, loss: Any, repeats: int) -> dict[str, Any]:
@@ -91,19 +113,27 @@ def _speed(machine: Machine, policy: Any, batch: Any, loss: Any, repeats: int) -
 
     def kernels(work: Any) -> dict[str, Any]:
         whole = profiled(machine, work)
-        return {"device_seconds": whole["seconds"], "groups": whole["groups"], "attention": whole["attention"]}
+        return {
+            "device_seconds": whole["seconds"],
+            "groups": whole["groups"],
+            "attention": whole["attention"],
+        }
 
     _reset_peak(machine)
     found: dict[str, Any] = {"logprobs_seconds": timed(lambda: policy.logprobs(batch))}
     found |= _peak(machine, "logprobs")
-    found["forward_backward_seconds"] = timed(lambda: policy.accumulate_gradients(batch, loss, loss))
+    found["forward_backward_seconds"] = timed(
+        lambda: policy.accumulate_gradients(batch, loss, loss)
+    )
     policy.train_step(batch, loss, loss)  # Adam makes its states in the first step
     _reset_peak(machine)
     found["step_seconds"] = timed(lambda: policy.train_step(batch, loss, loss))
     found |= _peak(machine, "step")
     # of the device alone, afterwards: the profiler costs the host time
     found["logprobs_kernels"] = kernels(lambda: policy.logprobs(batch))
-    found["forward_backward_kernels"] = kernels(lambda: policy.accumulate_gradients(batch, loss, loss))
+    found["forward_backward_kernels"] = kernels(
+        lambda: policy.accumulate_gradients(batch, loss, loss)
+    )
     found["optimizer_kernels"] = kernels(policy.optimizer_step)
     return found
 
@@ -122,22 +152,29 @@ def _peak(machine: Machine, what: str) -> dict[str, int]:
     }
 
 
-def _rates(policy: Any, batch: Any, found: dict[str, Any], tokens: int, study: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and operations a second; forward and backward without the optimizer, as its work is not the tokens'."""
+def _rates(
+    policy: Any, batch: Any, found: dict[str, Any], tokens: int, study: dict[str, Any]
+) -> dict[str, Any]:
+    """Tokens and operations a second; forward and backward without the optimizer, as its work is
+    not the tokens'."""
     from openrlhf_ext.megatron.model.flops import forward_flops
 
     settings = study["layers"]
-    whole = replace(policy.shape, num_layers=settings["whole_layers"], vocab_size=settings["whole_vocabulary"])
+    whole = replace(
+        policy.shape, num_layers=settings["whole_layers"], vocab_size=settings["whole_vocabulary"]
+    )
     lengths, responses = batch.lengths_B.tolist(), int(batch.counts_B.sum())
     mine, theirs = (forward_flops(shape, lengths, responses) for shape in (policy.shape, whole))
     train, forward = found["forward_backward_seconds"], found["logprobs_seconds"]
     rates: dict[str, Any] = {
-        "train_tokens_per_second": tokens / train, "logprobs_tokens_per_second": tokens / forward,
-        "step_tokens_per_second": tokens / found["step_seconds"], "train_tflops": mine.training / train / 1e12,
+        "train_tokens_per_second": tokens / train,
+        "logprobs_tokens_per_second": tokens / forward,
+        "step_tokens_per_second": tokens / found["step_seconds"],
+        "train_tflops": mine.training / train / 1e12,
         "logprobs_tflops": mine.total / forward / 1e12,
         "whole_train_tokens_per_second": mine.training / train / (theirs.training / tokens),
         "whole_logprobs_tokens_per_second": mine.total / forward / (theirs.total / tokens),
-    }  # fmt: skip
+    }
     for precision in ("bf16", "fp8"):
         if (peak := study[f"peak_{precision}_tflops"]) is not None:
             rates[f"train_mfu_{precision}"] = rates["train_tflops"] / peak

@@ -1,4 +1,5 @@
-"""One linear layer: TransformerEngine's against our emulation; on a CPU the emulation against torch's FP8 product.
+"""One linear layer: TransformerEngine's against our emulation; on a CPU the emulation against
+torch's FP8 product.
 
 Shape suffixes: T = tokens, K = inputs, N = outputs.
 """
@@ -34,7 +35,8 @@ class Results(NamedTuple):
 
 
 def measure(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[str, Any]:
-    """Relative errors of y, dx and dw: against the peer, and of both against products of the unrounded operands.
+    """Relative errors of y, dx and dw: against the peer, and of both against products of the
+    unrounded operands.
 
     Raises:
         Partly: an error against the peer is above the bound; what was measured is kept.
@@ -45,32 +47,41 @@ def measure(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
     for number in range(settings["micro_batches"]):
         operands = _operands(settings, machine, number)
         mine, other, exact = emulated(operands), peer(operands), _exact(operands)
-        rows.append({
-            "micro_batch": number,
-            "emulation_against_exact": _errors(mine, exact),
-            "peer_against_exact": None if other is None else _errors(other, exact),
-            "emulation_against_peer": None if other is None else _errors(mine, other),
-        })  # fmt: skip
+        rows.append(
+            {
+                "micro_batch": number,
+                "emulation_against_exact": _errors(mine, exact),
+                "peer_against_exact": None if other is None else _errors(other, exact),
+                "emulation_against_peer": None if other is None else _errors(mine, other),
+            }
+        )
         emulated.end_micro_batch()
     bound = _bound(recipe, settings)
     found = {"peer": peer.name, "bound": bound, "micro_batches": rows}
-    against = [row["emulation_against_peer"] for row in rows if row["emulation_against_peer"] is not None]
+    against = [
+        row["emulation_against_peer"] for row in rows if row["emulation_against_peer"] is not None
+    ]
     worst = max((error for errors in against for error in errors.values()), default=None)
     found["worst_against_peer"] = worst
     if worst is not None and not worst <= bound:
-        raise Partly(f"{peer.name} is {worst:.2e} away from the emulation, at most {bound:g} is allowed", found)
+        raise Partly(
+            f"{peer.name} is {worst:.2e} away from the emulation, at most {bound:g} is allowed",
+            found,
+        )
     return found
 
 
 def _bound(recipe: Recipe, settings: dict[str, Any]) -> float:
-    """Some 0.3 % of bf16 entries lie midway between two FP8 values once they are multiplied by an fp32 scale of their
-    block, and the scale's last bit decides between the two: an ulp moves y by up to 7e-3, no farther from the exact
-    product (``tests/fp8/test_quantize.py``). Powers of two move nothing, and a tensor has one scale."""
+    """Some 0.3 % of bf16 entries lie midway between two FP8 values once they are multiplied by an
+    fp32 scale of their block, and the scale's last bit decides between the two: an ulp moves y by
+    up to 7e-3, no farther from the exact product (``tests/fp8/test_quantize.py``). Powers of two
+    move nothing, and a tensor has one scale."""
     return settings["bound_of_fp32_blocks" if recipe.blockwise and not recipe.pow2 else "bound"]
 
 
 def _operands(settings: dict[str, Any], machine: Machine, number: int) -> Operands:
-    """bf16 on both sides: TransformerEngine is given bf16, so the emulation rounds the same entries."""
+    """bf16 on both sides: TransformerEngine is given bf16, so the emulation rounds the same
+    entries."""
     generator = torch.Generator(machine.device).manual_seed(number)
     tokens, inputs, outputs = settings["tokens"], settings["inputs"], settings["outputs"]
 
@@ -79,9 +90,10 @@ def _operands(settings: dict[str, Any], machine: Machine, number: int) -> Operan
 
     growth = 1.0 + 0.5 * number
     return Operands(
-        drawn(tokens, inputs, size=growth), drawn(outputs, inputs, size=inputs**-0.5),
+        drawn(tokens, inputs, size=growth),
+        drawn(outputs, inputs, size=inputs**-0.5),
         drawn(tokens, outputs, size=1e-2 * growth),
-    )  # fmt: skip
+    )
 
 
 def _exact(operands: Operands) -> Results:
@@ -90,7 +102,10 @@ def _exact(operands: Operands) -> Results:
 
 
 def _errors(found: Results, wanted: Results) -> dict[str, float]:
-    return {name: relative_error(getattr(found, name), getattr(wanted, name)) for name in Results._fields}
+    return {
+        name: relative_error(getattr(found, name), getattr(wanted, name))
+        for name in Results._fields
+    }
 
 
 class _Emulated:
@@ -107,9 +122,10 @@ class _Emulated:
                 self.scales[name].record(operand)
         scales = {name: delayed.scale for name, delayed in self.scales.items()}
         return Results(
-            self.products.output(x, w, scales), self.products.input_gradient(dy, w, scales),
+            self.products.output(x, w, scales),
+            self.products.input_gradient(dy, w, scales),
             self.products.weight_gradient(dy, x, scales).to(w.dtype),
-        )  # fmt: skip
+        )
 
     def end_micro_batch(self) -> None:
         for delayed in self.scales.values():
@@ -136,7 +152,8 @@ class _TransformerEngine:
 
 
 class _Torch:
-    """torch's FP8 product of the emulation's codes; with scales that belong to tensors, torch has one on a CPU too."""
+    """torch's FP8 product of the emulation's codes; with scales that belong to tensors, torch has
+    one on a CPU too."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._products, self._recipe = Products(recipe), recipe
@@ -148,11 +165,14 @@ class _Torch:
         if not self._has:
             return None
         x, w, dy = (
-            self._products.codes(name, operand) for name, operand in zip(("x", "w", "dy"), operands, strict=True)
+            self._products.codes(name, operand)
+            for name, operand in zip(("x", "w", "dy"), operands, strict=True)
         )
         dtype = operands.x_TK.dtype
         return Results(
-            _product(x, _transposed(w)).to(dtype), _product(dy, w).to(dtype), _product(_transposed(dy), x).to(dtype)
+            _product(x, _transposed(w)).to(dtype),
+            _product(dy, w).to(dtype),
+            _product(_transposed(dy), x).to(dtype),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,11 @@ _ROUNDS = 5
 _WARM_UP = 2
 
 
-def seconds_in_turns(works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median seconds of one call of each; they take turns, so that a change of clock or load hits all.
+def seconds_in_turns(
+    works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, float]:
+    """Median seconds of one call of each; they take turns, so that a change of clock or load hits
+    all.
 
     On a GPU a timing covers ``repeats`` calls in a row, with what the host needs to start them.
     """
@@ -41,15 +45,21 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
     return (time.perf_counter() - started) / repeats
 
 
-def device_seconds(works: Mapping[str, Callable[[], object]], machine: Machine, repeats: int) -> dict[str, float]:
-    """Seconds of the kernels of one call of each, from torch's profiler: without the gaps in which the device waits for
-    the host, which events around a call would count. On a CPU those of torch's operations."""
+def device_seconds(
+    works: Mapping[str, Callable[[], object]], machine: Machine, repeats: int
+) -> dict[str, float]:
+    """Seconds of the kernels of one call of each, from torch's profiler: without the gaps in which
+    the device waits for the host, which events around a call would count. On a CPU those of torch's
+    operations."""
 
     def all_of(work: Callable[[], object]) -> None:
         for _ in range(repeats):
             work()
 
-    return {name: profiled(machine, lambda: all_of(work))["seconds"] / repeats for name, work in works.items()}  # noqa: B023
+    return {
+        name: profiled(machine, functools.partial(all_of, work))["seconds"] / repeats
+        for name, work in works.items()
+    }
 
 
 def synchronize(device: torch.device) -> None:

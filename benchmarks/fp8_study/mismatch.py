@@ -1,12 +1,14 @@
 """How far trainer and rollout engine disagree, by the precision of each.
 
     python -m benchmarks.fp8_study.mismatch --model CHECKPOINT --rollouts FILE.jsonl --trainer_tp 2
-    python -m benchmarks.fp8_study.mismatch --model CHECKPOINT --rollouts FILE.jsonl --per_layer --figure OUT.png
+    python -m benchmarks.fp8_study.mismatch --model CHECKPOINT --rollouts FILE.jsonl --per_layer
+    --figure OUT.png
 
-Log-probs of given rollouts under each pair of precisions, emulated in plain torch on any device: a transformers model
-takes the linear layers of its decoder out and emulated ones in, with the weights cut into tiles as Megatron or vLLM
-cuts them. One sequence is one pack: under 'current' a log-prob would depend on what shares it. Beside the model, fp32
-copies of the decoder's linear weights need memory. Exit status: 0; 2 if something given is wrong.
+Log-probs of given rollouts under each pair of precisions, emulated in plain torch on any device: a
+transformers model takes the linear layers of its decoder out and emulated ones in, with the weights
+cut into tiles as Megatron or vLLM cuts them. One sequence is one pack: under 'current' a log-prob
+would depend on what shares it. Beside the model, fp32 copies of the decoder's linear weights need
+memory. Exit status: 0; 2 if something given is wrong.
 
 Shape suffixes: T = tokens, K = input features, N = tokens of all completions.
 """
@@ -73,7 +75,8 @@ class Mismatch:
 
     Attributes:
         cells: (trainer's precision, engine's) -> ``gauges``.
-        layers: engine's precision -> mean |log-prob difference| to the unquantized model with only that decoder layer
+        layers: engine's precision -> mean |log-prob difference| to the unquantized model with only
+        that decoder layer
             in FP8, for every layer; empty unless asked for.
         other_tiles: weights that the two cut into different tiles.
     """
@@ -84,15 +87,24 @@ class Mismatch:
     other_tiles: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        cells = [{"trainer": trainer, "rollout": rollout} | values for (trainer, rollout), values in self.cells.items()]
+        cells = [
+            {"trainer": trainer, "rollout": rollout} | values
+            for (trainer, rollout), values in self.cells.items()
+        ]
         return {
-            "emulated": True, "tokens": self.tokens, "cells": cells, "layers": self.layers,
+            "emulated": True,
+            "tokens": self.tokens,
+            "cells": cells,
+            "layers": self.layers,
             "other_tiles": self.other_tiles,
-        }  # fmt: skip
+        }
 
 
-def read_completions(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Completion]:
-    """Completions of a file, one JSON object per line, of which 'prompt' and 'token_ids' are read (docs/explain.md).
+def read_completions(
+    path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> list[Completion]:
+    """Completions of a file, one JSON object per line, of which 'prompt' and 'token_ids' are read
+    (docs/explain.md).
 
     Raises:
         ValueError: a line is wrong (named), or there is none.
@@ -107,12 +119,19 @@ def read_completions(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int 
     return found
 
 
-def _completion(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    prompt_ids, response_ids = tokenizer(record["prompt"], add_special_tokens=False)["input_ids"], record["token_ids"]
+def _completion(
+    record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase
+) -> Completion:
+    prompt_ids, response_ids = (
+        tokenizer(record["prompt"], add_special_tokens=False)["input_ids"],
+        record["token_ids"],
+    )
     if not prompt_ids or not response_ids:
         raise InputError(f"{where}: prompt and token_ids must have at least one token")
     if wrong := [i for i in response_ids if not 0 <= i < len(tokenizer)]:
-        raise InputError(f"{where}: token_ids: {wrong[0]} is none of the tokenizer's {len(tokenizer)} tokens")
+        raise InputError(
+            f"{where}: token_ids: {wrong[0]} is none of the tokenizer's {len(tokenizer)} tokens"
+        )
     return Completion(prompt_ids, response_ids)
 
 
@@ -134,19 +153,26 @@ def measure(
         load: the model in a dtype, in evaluation mode, on its device.
         trainer_tp, engine_tp: tensor-parallel sizes, by which weights are cut.
         dtype: of what is not in FP8.
-        bf16_layers: decoder layers that are not, on either side; apart from those that ``per_layer`` takes alone.
+        bf16_layers: decoder layers that are not, on either side; apart from those that
+        ``per_layer`` takes alone.
 
     Raises:
-        ValueError: a size does not divide heads or MLP, or the model's decoder has other linear layers than a Llama's.
+        ValueError: a size does not divide heads or MLP, or the model's decoder has other linear
+        layers than a Llama's.
     """
     model = load(dtype)
     shape = _layer_shape(model)
-    shards = {"trainer": trainer_shards(shape, trainer_tp), "rollout": engine_shards(shape, engine_tp)}
+    shards = {
+        "trainer": trainer_shards(shape, trainer_tp),
+        "rollout": engine_shards(shape, engine_tp),
+    }
     sides = {"trainer": trainer, "rollout": rollout}
     count = len(_layers(model))
     quantized = sorted(set(range(count)) - set(bf16_layers.numbers(count)))
     found: dict[tuple[str, str], Tensor] = {}
-    for side, precision in ((side, p) for side, names in sides.items() for p in names if p in RECIPES):
+    for side, precision in (
+        (side, p) for side, names in sides.items() for p in names if p in RECIPES
+    ):
         with _emulated(model, RECIPES[precision], shards[side], completions, quantized):
             found[side, precision] = response_logprobs(model, completions)
     layers = _sensitivities(model, completions, rollout, shards["rollout"]) if per_layer else {}
@@ -154,17 +180,20 @@ def measure(
         model = model if PLAIN[name] is dtype else load(PLAIN[name])
         found["trainer", name] = found["rollout", name] = response_logprobs(model, completions)
         dtype = PLAIN[name]
-    cells = {(t, r): gauges(found["trainer", t], found["rollout", r]) for t in trainer for r in rollout}
+    cells = {
+        (t, r): gauges(found["trainer", t], found["rollout", r]) for t in trainer for r in rollout
+    }
     tokens = sum(len(completion.response_ids) for completion in completions)
     return Mismatch(tokens, cells, layers, differing_tensors(shape, trainer_tp, engine_tp))
 
 
 def gauges(trainer_N: Tensor, rollout_N: Tensor) -> dict[str, float]:
-    """How far log-probs are from those that tokens were sampled with; d = trainer - rollout, w = exp(d).
+    """How far log-probs are from those that tokens were sampled with; d = trainer - rollout, w =
+    exp(d).
 
-    k3_rollout estimates KL(rollout || trainer), w - 1 - d, and k3_trainer the other direction, 1 - w + w d;
-    token_mult_prob_error is the mean of exp(|d|); ess the effective share of samples weighted by w; clipped the share
-    of tokens whose w is above 2.
+    k3_rollout estimates KL(rollout || trainer), w - 1 - d, and k3_trainer the other direction, 1 -
+    w + w d; token_mult_prob_error is the mean of exp(|d|); ess the effective share of samples
+    weighted by w; clipped the share of tokens whose w is above 2.
     """
     d_N = trainer_N.double() - rollout_N.double()
     w_N = d_N.exp()
@@ -185,15 +214,22 @@ def response_logprobs(model: PreTrainedModel, completions: Sequence[Completion])
     """(N,) fp64 log-probs of the completions' tokens, temperature 1."""
     parts = []
     for completion in completions:
-        ids = torch.tensor([[*completion.prompt_ids, *completion.response_ids]], device=model.device)
+        ids = torch.tensor(
+            [[*completion.prompt_ids, *completion.response_ids]], device=model.device
+        )
         start = len(completion.prompt_ids)
-        log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].double(), -1)
+        log_probs = torch.log_softmax(
+            model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].double(), -1
+        )
         parts.append(log_probs.gather(1, ids[0, start:, None])[:, 0].cpu())
     return torch.cat(parts)
 
 
 def _sensitivities(
-    model: PreTrainedModel, completions: Sequence[Completion], precisions: Sequence[str], shards: Shards
+    model: PreTrainedModel,
+    completions: Sequence[Completion],
+    precisions: Sequence[str],
+    shards: Shards,
 ) -> dict[str, list[float]]:
     plain_N = response_logprobs(model, completions)
     found: dict[str, list[float]] = {}
@@ -201,23 +237,32 @@ def _sensitivities(
         found[precision] = []
         for number in range(len(_layers(model))):
             with _emulated(model, RECIPES[precision], shards, completions, [number]):
-                found[precision].append((response_logprobs(model, completions) - plain_N).abs().mean().item())
+                found[precision].append(
+                    (response_logprobs(model, completions) - plain_N).abs().mean().item()
+                )
     return found
 
 
-# ---- a model with emulated layers -----------------------------------------------------------------------------------
+# ---- a model with emulated layers
+# -----------------------------------------------------------------------------------
 
 
 class _EmulatedLinear(nn.Module):
     """A linear layer with both operands rounded.
 
-    Its inputs are rounded in the parts that ranks hold. Delayed scaling first notes what passes, unrounded.
+    Its inputs are rounded in the parts that ranks hold. Delayed scaling first notes what passes,
+    unrounded.
     """
 
-    def __init__(self, linear: nn.Linear, products: Products, w_NK: Tensor, parts: list[int]) -> None:
+    def __init__(
+        self, linear: nn.Linear, products: Products, w_NK: Tensor, parts: list[int]
+    ) -> None:
         super().__init__()
-        self._linear, self._products, self._w_NK, self._parts = [linear], products, w_NK, parts  # a list: no submodule
-        self.scales: list[DelayedScale | None] = [products.scales(w_NK.device).get("x") for _ in parts]
+        # a list: no submodule
+        self._linear, self._products, self._w_NK, self._parts = [linear], products, w_NK, parts
+        self.scales: list[DelayedScale | None] = [
+            products.scales(w_NK.device).get("x") for _ in parts
+        ]
         self.noting = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,7 +312,9 @@ def _emulated(
             setattr(parent, leaf, linear)
 
 
-def _note_scales(model: PreTrainedModel, layers: list[_EmulatedLinear], completions: Sequence[Completion]) -> None:
+def _note_scales(
+    model: PreTrainedModel, layers: list[_EmulatedLinear], completions: Sequence[Completion]
+) -> None:
     for layer in layers:
         layer.noting = True
     response_logprobs(model, completions)
@@ -290,23 +337,35 @@ def _replacements(layer: nn.Module, recipe: Recipe, shards: Shards) -> dict[str,
 
     Of a key-value head that several ranks of an engine hold the last one's copy stands for all.
     """
-    linears = {name: _linear(layer, name) for name in {run.tensor for shard in shards for run in shard}}
+    linears = {
+        name: _linear(layer, name) for name in {run.tensor for shard in shards for run in shard}
+    }
     products = Products(recipe)
-    rounded = {name: torch.empty_like(linear.weight, dtype=torch.float32) for name, linear in linears.items()}
+    rounded = {
+        name: torch.empty_like(linear.weight, dtype=torch.float32)
+        for name, linear in linears.items()
+    }
     for shard in shards:
         axis = int(shard[0].tensor in BY_COLUMNS)
-        w_NK = torch.cat([_of(linears[run.tensor].weight.detach(), axis, run) for run in shard], axis)
+        w_NK = torch.cat(
+            [_of(linears[run.tensor].weight.detach(), axis, run) for run in shard], axis
+        )
         scale = products.scales(w_NK.device).get("w")
         if scale is not None:
             scale.record(w_NK)
         values = products.codes("w", w_NK, scale=_close(scale)).values()
-        for run, part in zip(shard, values.split([run.stop - run.start for run in shard], axis), strict=True):
+        for run, part in zip(
+            shard, values.split([run.stop - run.start for run in shard], axis), strict=True
+        ):
             _of(rounded[run.tensor], axis, run).copy_(part)
     parts = {
-        name: [run.stop - run.start for shard in shards for run in shard if run.tensor == name] for name in BY_COLUMNS
+        name: [run.stop - run.start for shard in shards for run in shard if run.tensor == name]
+        for name in BY_COLUMNS
     }
     return {
-        name: _EmulatedLinear(linear, products, rounded[name], parts.get(name, [linear.weight.shape[1]]))
+        name: _EmulatedLinear(
+            linear, products, rounded[name], parts.get(name, [linear.weight.shape[1]])
+        )
         for name, linear in linears.items()
     }
 
@@ -334,16 +393,22 @@ def _layer_shape(model: PreTrainedModel) -> LayerShape:
         config.intermediate_size,
     )
     expected = {run.tensor for shard in trainer_shards(shape, 1) for run in shard}
-    linears = {f"{name}.weight" for name, m in _layers(model)[0].named_modules() if isinstance(m, nn.Linear)}
+    linears = {
+        f"{name}.weight"
+        for name, m in _layers(model)[0].named_modules()
+        if isinstance(m, nn.Linear)
+    }
     if linears != expected:
         family = config.model_type
         raise ValueError(
-            f"a {family} decoder has the linear layers {sorted(linears)}, only {sorted(expected)} are known"
+            f"a {family} decoder has the linear layers {sorted(linears)}, only "
+            f"{sorted(expected)} are known"
         )
     return shape
 
 
-# ---- the figure -----------------------------------------------------------------------------------------------------
+# ---- the figure
+# --------------------------------------------------------------------------------------------------
 
 
 def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
@@ -356,22 +421,33 @@ def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("--figure needs matplotlib: pip install matplotlib, or leave --figure out") from error
-    trainers, rollouts = (list(dict.fromkeys(pair[side] for pair in mismatch.cells)) for side in (0, 1))
+        raise ValueError(
+            "--figure needs matplotlib: pip install matplotlib, or leave --figure out"
+        ) from error
+    trainers, rollouts = (
+        list(dict.fromkeys(pair[side] for pair in mismatch.cells)) for side in (0, 1)
+    )
     figure = Figure(figsize=(12 if mismatch.layers else 6.5, 4.5), layout="constrained")
     axes = figure.subplots(1, 2 if mismatch.layers else 1, squeeze=False)[0]
     values = [[mismatch.cells[t, r]["mean_abs"] for r in rollouts] for t in trainers]
     axes[0].imshow(values, cmap="Blues", aspect="auto", vmax=1.5 * max(map(max, values)) or 1.0)
-    for row, column in ((row, column) for row in range(len(trainers)) for column in range(len(rollouts))):
+    for row, column in (
+        (row, column) for row in range(len(trainers)) for column in range(len(rollouts))
+    ):
         axes[0].text(column, row, f"{values[row][column]:.2g}", ha="center", va="center")
     axes[0].set_xticks(range(len(rollouts)), rollouts, rotation=20)
     axes[0].set_yticks(range(len(trainers)), trainers)
-    axes[0].set(xlabel="rollout", ylabel="trainer", title="mean |log-prob difference|, nats per token")
+    axes[0].set(
+        xlabel="rollout", ylabel="trainer", title="mean |log-prob difference|, nats per token"
+    )
     for precision, layers in mismatch.layers.items():
         axes[1].plot(range(len(layers)), layers, marker="o", label=precision)
     if mismatch.layers:
         axes[1].set(
-            xlabel="the only decoder layer in FP8", ylabel="nats per token", title="against no FP8", ylim=(0, None)
+            xlabel="the only decoder layer in FP8",
+            ylabel="nats per token",
+            title="against no FP8",
+            ylim=(0, None),
         )
         axes[1].locator_params(axis="x", integer=True)
         axes[1].legend()
@@ -384,11 +460,17 @@ def table(mismatch: Mismatch) -> str:
     """The gauges, a line for each pair, and a line for each layer."""
     names = list(next(iter(mismatch.cells.values())))
     rows = [["trainer", "rollout", *names]]
-    rows += [[*pair, *(_number(values[name]) for name in names)] for pair, values in mismatch.cells.items()]
+    rows += [
+        [*pair, *(_number(values[name]) for name in names)]
+        for pair, values in mismatch.cells.items()
+    ]
     lines = aligned(rows, str.ljust)
     if mismatch.layers:
         layers = enumerate(zip(*mismatch.layers.values(), strict=True))
-        rows = [["only layer", *mismatch.layers], *([str(number), *map(_number, row)] for number, row in layers)]
+        rows = [
+            ["only layer", *mismatch.layers],
+            *([str(number), *map(_number, row)] for number, row in layers),
+        ]
         lines += ["", "mean_abs against no FP8", *aligned(rows, str.ljust)]
     return "\n".join(lines)
 
@@ -397,7 +479,8 @@ def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if math.fabs(value) >= 0.01 else f"{value:.1e}"
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -415,7 +498,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"fp8_mismatch: {error}", file=sys.stderr)
         return 2
-    print(f"EMULATED, {found.tokens} tokens, trainer TP {arguments.trainer_tp}, engine TP {arguments.engine_tp}")
+    print(
+        f"EMULATED, {found.tokens} tokens, trainer TP {arguments.trainer_tp}, engine TP "
+        f"{arguments.engine_tp}"
+    )
     if found.other_tiles:
         print("trainer and engine cut different 128x128 tiles of " + ", ".join(found.other_tiles))
     print(table(found))
@@ -424,21 +510,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(arguments: argparse.Namespace) -> Mismatch:
     if not Path(arguments.model).is_dir():
-        raise ValueError(f"--model must be a folder with a Hugging Face checkpoint: {arguments.model} is none")
+        raise ValueError(
+            f"--model must be a folder with a Hugging Face checkpoint: {arguments.model} is none"
+        )
     if (fault := tokenizer_fault(arguments.model, chat=False)) is not None:
         raise ValueError(f"--model: {arguments.model} {fault}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # late: after the libraries were silenced
+    # late: after the libraries were silenced
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def load(dtype: torch.dtype) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(arguments.device).eval()
+        return (
+            AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+            .to(arguments.device)
+            .eval()
+        )
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     return measure(
-        load, read_completions(Path(arguments.rollouts), tokenizer, arguments.limit),
-        trainer=arguments.trainer, rollout=arguments.rollout, trainer_tp=arguments.trainer_tp,
-        engine_tp=arguments.engine_tp, dtype=PLAIN[arguments.dtype], per_layer=arguments.per_layer,
+        load,
+        read_completions(Path(arguments.rollouts), tokenizer, arguments.limit),
+        trainer=arguments.trainer,
+        rollout=arguments.rollout,
+        trainer_tp=arguments.trainer_tp,
+        engine_tp=arguments.engine_tp,
+        dtype=PLAIN[arguments.dtype],
+        per_layer=arguments.per_layer,
         bf16_layers=BF16Layers(arguments.layers_in_bf16_start, arguments.layers_in_bf16_end),
-    )  # fmt: skip
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -447,10 +545,26 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     engine = [name for name in PRECISIONS if name != "delayed"]  # no engine has it
     add("--model", required=True, help="folder of a Hugging Face checkpoint with its tokenizer")
-    add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line: prompt, token_ids")
-    add("--trainer", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="precisions of the trainer")
+    add(
+        "--rollouts",
+        required=True,
+        metavar="FILE.jsonl",
+        help="one completion per line: prompt, token_ids",
+    )
+    add(
+        "--trainer",
+        nargs="+",
+        choices=PRECISIONS,
+        default=list(PRECISIONS),
+        help="precisions of the trainer",
+    )
     add("--rollout", nargs="+", choices=engine, default=engine[1:], help="precisions of the engine")
-    add("--trainer_tp", type=positive, default=1, help="tensor-parallel size of the trainer, which cuts its tiles")
+    add(
+        "--trainer_tp",
+        type=positive,
+        default=1,
+        help="tensor-parallel size of the trainer, which cuts its tiles",
+    )
     add("--engine_tp", type=positive, default=1, help="tensor-parallel size of the engine")
     add("--dtype", default="fp32", choices=["fp32", "bf16"], help="of all that is not in FP8")
     add(
@@ -459,9 +573,15 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="first decoder layers that are not in FP8, on both sides",
     )
-    add("--layers_in_bf16_end", type=at_least(0), default=0, help="last decoder layers that are not")
-    add("--limit", type=positive, help="completions taken from the start of the file (default: all)")
-    add("--per_layer", action="store_true", help="also with only one decoder layer in FP8, for each")
+    add(
+        "--layers_in_bf16_end", type=at_least(0), default=0, help="last decoder layers that are not"
+    )
+    add(
+        "--limit", type=positive, help="completions taken from the start of the file (default: all)"
+    )
+    add(
+        "--per_layer", action="store_true", help="also with only one decoder layer in FP8, for each"
+    )
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--json", metavar="OUT", help="write the result to this file")
     add("--figure", metavar="OUT.png", help="draw the result into this file")

@@ -1,7 +1,10 @@
-"""Matrix products of a decoder's linear layers: seconds, TFLOP/s and ratio to BF16 of the same process.
+"""Matrix products of a decoder's linear layers: seconds, TFLOP/s and ratio to BF16 of the same
+process.
 
-``recipes`` times whole layers, quantization of all operands included, as TransformerEngine's published table does;
-``scaled_mm`` bare products of operands that are FP8 already. Shape suffixes: T = tokens, K = inputs, N = outputs.
+``recipes`` times whole layers, quantization of all operands included, as TransformerEngine's
+published table does;
+``scaled_mm`` bare products of operands that are FP8 already. Shape suffixes: T = tokens, K =
+inputs, N = outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,15 @@ from torch import Tensor
 
 from benchmarks.fp8_study import engine
 from benchmarks.fp8_study.measuring import device_seconds, relative_error, seconds_in_turns
-from openrlhf_ext.fp8.quantize import E4M3, Grid, Products, Quantized, quantize, saturating_cast, scale_from_amax
+from openrlhf_ext.fp8.quantize import (
+    E4M3,
+    Grid,
+    Products,
+    Quantized,
+    quantize,
+    saturating_cast,
+    scale_from_amax,
+)
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, NotHere, Partly
 
@@ -41,7 +52,8 @@ def shapes(settings: dict[str, Any]) -> Iterator[Shape]:
             yield Shape(name, ranks, inputs // ranks, outputs)
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
+# ---- layers
+# --------------------------------------------------------------------------------------------------
 
 
 def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[str, Any]:
@@ -52,39 +64,55 @@ def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
     """
     rows = []
     for shape in shapes(settings):
-        layer = (_layer if machine.on_gpu else _emulated_layer)(machine, shape, settings["tokens"], recipe)
+        layer = (_layer if machine.on_gpu else _emulated_layer)(
+            machine, shape, settings["tokens"], recipe
+        )
         rounding = relative_error(layer["forward"](), layer["forward_bf16"]())
         assert _LEAST_ROUNDING < rounding < _MOST_ROUNDING, (
-            f"{shape}: FP8 is {rounding:.2e} away from BF16, must be more than {_LEAST_ROUNDING:g} (or FP8 is not "
-            f"active) and less than {_MOST_ROUNDING:g}"
+            f"{shape}: FP8 is {rounding:.2e} away from BF16, must be more than "
+            f"{_LEAST_ROUNDING:g} (or FP8 is not active) and less than {_MOST_ROUNDING:g}"
         )
         seconds = seconds_in_turns(layer, machine.device, settings["repeats"])
         device = device_seconds(layer, machine, settings["repeats"])
         operations = 2 * settings["tokens"] * shape.inputs * shape.outputs
-        rows.append({
-            **shape._asdict(), "relative_to_bf16": rounding,
-            "forward_seconds": seconds["forward"], "backward_seconds": seconds["step"] - seconds["forward"],
-            "step_seconds": seconds["step"], "bf16_forward_seconds": seconds["forward_bf16"],
-            "bf16_step_seconds": seconds["step_bf16"], "tflops": 3 * operations / seconds["step"] / 1e12,
-            "bf16_tflops": 3 * operations / seconds["step_bf16"] / 1e12,
-            "ratio": seconds["step_bf16"] / seconds["step"],
-            "step_device_seconds": device["step"], "bf16_step_device_seconds": device["step_bf16"],
-            "device_ratio": device["step_bf16"] / device["step"],
-        })  # fmt: skip
+        rows.append(
+            {
+                **shape._asdict(),
+                "relative_to_bf16": rounding,
+                "forward_seconds": seconds["forward"],
+                "backward_seconds": seconds["step"] - seconds["forward"],
+                "step_seconds": seconds["step"],
+                "bf16_forward_seconds": seconds["forward_bf16"],
+                "bf16_step_seconds": seconds["step_bf16"],
+                "tflops": 3 * operations / seconds["step"] / 1e12,
+                "bf16_tflops": 3 * operations / seconds["step_bf16"] / 1e12,
+                "ratio": seconds["step_bf16"] / seconds["step"],
+                "step_device_seconds": device["step"],
+                "bf16_step_device_seconds": device["step_bf16"],
+                "device_ratio": device["step_bf16"] / device["step"],
+            }
+        )
         print(rows[-1], flush=True)
     names = ("step_seconds", "bf16_step_seconds", "step_device_seconds", "bf16_step_device_seconds")
     whole = {name: sum(row[name] for row in rows) for name in names}
     return {
-        "what": "te.Linear" if machine.on_gpu else "EMULATED, beside fp32", "tokens": settings["tokens"],
-        "rows": rows, "ratio_of_sums": whole["bf16_step_seconds"] / whole["step_seconds"],
+        "what": "te.Linear" if machine.on_gpu else "EMULATED, beside fp32",
+        "tokens": settings["tokens"],
+        "rows": rows,
+        "ratio_of_sums": whole["bf16_step_seconds"] / whole["step_seconds"],
         "device_ratio_of_sums": whole["bf16_step_device_seconds"] / whole["step_device_seconds"],
-    }  # fmt: skip
+    }
 
 
-def _layer(machine: Machine, shape: Shape, tokens: int, recipe: Recipe) -> dict[str, Callable[[], Tensor]]:
-    """te.Linear: forward, which keeps what the backward pass needs, and both, in FP8 and in BF16."""
+def _layer(
+    machine: Machine, shape: Shape, tokens: int, recipe: Recipe
+) -> dict[str, Callable[[], Tensor]]:
+    """te.Linear: forward, which keeps what the backward pass needs, and both, in FP8 and in
+    BF16."""
     layer = engine.linear(shape.inputs, shape.outputs)
-    x_TK = torch.randn(tokens, shape.inputs, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+    x_TK = torch.randn(
+        tokens, shape.inputs, device=machine.device, dtype=torch.bfloat16, requires_grad=True
+    )
     dy_TN = torch.randn(tokens, shape.outputs, device=machine.device, dtype=torch.bfloat16)
 
     def forward(used: Recipe | None) -> Tensor:
@@ -98,12 +126,16 @@ def _layer(machine: Machine, shape: Shape, tokens: int, recipe: Recipe) -> dict[
         for _ in range(2):
             step(recipe)
     return {
-        "forward": lambda: forward(recipe), "step": lambda: step(recipe), "forward_bf16": lambda: forward(None),
+        "forward": lambda: forward(recipe),
+        "step": lambda: step(recipe),
+        "forward_bf16": lambda: forward(None),
         "step_bf16": lambda: step(None),
-    }  # fmt: skip
+    }
 
 
-def _emulated_layer(machine: Machine, shape: Shape, tokens: int, recipe: Recipe) -> dict[str, Callable[[], Tensor]]:
+def _emulated_layer(
+    machine: Machine, shape: Shape, tokens: int, recipe: Recipe
+) -> dict[str, Callable[[], Tensor]]:
     """The same of the emulation and of fp32."""
     generator = torch.Generator().manual_seed(0)
     x_TK, w_NK, dy_TN = (
@@ -127,16 +159,20 @@ def _emulated_layer(machine: Machine, shape: Shape, tokens: int, recipe: Recipe)
         return (x_TK @ w_NK.t(), dy_TN @ w_NK, dy_TN.t() @ x_TK)[2]
 
     return {
-        "forward": lambda: products.output(x_TK, w_NK, scales), "step": step, "forward_bf16": lambda: x_TK @ w_NK.t(),
+        "forward": lambda: products.output(x_TK, w_NK, scales),
+        "step": step,
+        "forward_bf16": lambda: x_TK @ w_NK.t(),
         "step_bf16": exact_step,
-    }  # fmt: skip
+    }
 
 
-# ---- bare products --------------------------------------------------------------------------------------------------
+# ---- bare products
+# --------------------------------------------------------------------------------------------------
 
 
 class Factors(NamedTuple):
-    """a (R, S) times the transpose of b (C, S); ``grids`` says which entries of each share a scale."""
+    """a (R, S) times the transpose of b (C, S); ``grids`` says which entries of each share a
+    scale."""
 
     a_RS: Tensor
     b_CS: Tensor
@@ -144,7 +180,8 @@ class Factors(NamedTuple):
 
 
 def scaled_mm(machine: Machine, scaling: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """torch's FP8 product with E4M3 operands that are rounded beforehand, beside BF16's (on a CPU: fp32's).
+    """torch's FP8 product with E4M3 operands that are rounded beforehand, beside BF16's (on a CPU:
+    fp32's).
 
     Raises:
         NotHere: blockwise on a CPU.
@@ -158,17 +195,21 @@ def scaled_mm(machine: Machine, scaling: str, settings: dict[str, Any]) -> dict[
             row: dict[str, Any] = {**shape._asdict(), "product": product}
             try:
                 row |= _timed(machine, scaling, factors, settings["repeats"])
-            except (RuntimeError, ValueError) as error:  # torch refuses a shape or a layout: the others are told apart
+            # torch refuses a shape or a layout: the others are told apart
+            except (RuntimeError, ValueError) as error:
                 row["error"] = str(error).splitlines()[0][:300]
                 wrong.append(f"{shape.name} over {shape.ranks} ranks, {product}: {row['error']}")
             rows.append(row)
             print(row, flush=True)
     good = [row for row in rows if "error" not in row]
     found = {
-        "what": "torch.nn.functional.scaled_mm, operands rounded beforehand", "tokens": settings["tokens"],
+        "what": "torch.nn.functional.scaled_mm, operands rounded beforehand",
+        "tokens": settings["tokens"],
         "rows": rows,
-        "ratio_of_sums": sum(r["bf16_seconds"] for r in good) / sum(r["seconds"] for r in good) if good else None,
-    }  # fmt: skip
+        "ratio_of_sums": sum(r["bf16_seconds"] for r in good) / sum(r["seconds"] for r in good)
+        if good
+        else None,
+    }
     if wrong:
         raise Partly(f"{len(wrong)} of {len(rows)} products: {'; '.join(wrong[:3])}", found)
     return found
@@ -193,20 +234,33 @@ def _timed(machine: Machine, scaling: str, factors: Factors, repeats: int) -> di
     Raises:
         ValueError: the product is not that of its operands.
     """
-    multiply, expected = {"tensorwise": _tensorwise, "rowwise": _rowwise, "blockwise": _blockwise}[scaling](factors)
+    multiply, expected = {"tensorwise": _tensorwise, "rowwise": _rowwise, "blockwise": _blockwise}[
+        scaling
+    ](factors)
     error = relative_error(multiply(), expected)
     if not error <= _PRODUCT_BOUND:
-        raise ValueError(f"relative error {error:.2e} against the product of its operands, at most {_PRODUCT_BOUND:g}")
+        raise ValueError(
+            f"relative error {error:.2e} against the product of its operands, at most "
+            f"{_PRODUCT_BOUND:g}"
+        )
     plain = factors.a_RS, factors.b_CS.t()
     works = {"fp8": multiply, "bf16": lambda: plain[0] @ plain[1]}
-    seconds, device = seconds_in_turns(works, machine.device, repeats), device_seconds(works, machine, repeats)
+    seconds, device = (
+        seconds_in_turns(works, machine.device, repeats),
+        device_seconds(works, machine, repeats),
+    )
     operations = 2 * factors.a_RS.numel() * factors.b_CS.shape[0]
     return {
-        "relative_error": error, "seconds": seconds["fp8"], "bf16_seconds": seconds["bf16"],
-        "tflops": operations / seconds["fp8"] / 1e12, "bf16_tflops": operations / seconds["bf16"] / 1e12,
-        "ratio": seconds["bf16"] / seconds["fp8"], "device_seconds": device["fp8"],
-        "bf16_device_seconds": device["bf16"], "device_ratio": device["bf16"] / device["fp8"],
-    }  # fmt: skip
+        "relative_error": error,
+        "seconds": seconds["fp8"],
+        "bf16_seconds": seconds["bf16"],
+        "tflops": operations / seconds["fp8"] / 1e12,
+        "bf16_tflops": operations / seconds["bf16"] / 1e12,
+        "ratio": seconds["bf16"] / seconds["fp8"],
+        "device_seconds": device["fp8"],
+        "bf16_device_seconds": device["bf16"],
+        "device_ratio": device["bf16"] / device["fp8"],
+    }
 
 
 Multiply = Callable[[], Tensor]
@@ -214,7 +268,9 @@ Multiply = Callable[[], Tensor]
 
 def _tensorwise(factors: Factors) -> tuple[Multiply, Tensor]:
     a, b = (quantize(factor, E4M3, Grid.TENSOR) for factor in factors[:2])
-    return _multiply(a.codes_RC, b.codes_RC, "TensorWise", a.scale_inv, "TensorWise", b.scale_inv), _values(a, b)
+    return _multiply(
+        a.codes_RC, b.codes_RC, "TensorWise", a.scale_inv, "TensorWise", b.scale_inv
+    ), _values(a, b)
 
 
 def _rowwise(factors: Factors) -> tuple[Multiply, Tensor]:
@@ -230,9 +286,13 @@ def _rounded_rows(matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blockwise(factors: Factors) -> tuple[Multiply, Tensor]:
-    """Layouts as torch's ScaledBlas.cpp wants them: scales of rows with stride 1 along the rows; those of tiles with
-    the number of blocks padded to a multiple of 4, without which products were silently wrong."""
-    a, b = (quantize(factor, E4M3, grid) for factor, grid in zip(factors[:2], factors.grids, strict=True))
+    """Layouts as torch's ScaledBlas.cpp wants them: scales of rows with stride 1 along the rows;
+    those of tiles with the number of blocks padded to a multiple of 4, without which products were
+    silently wrong."""
+    a, b = (
+        quantize(factor, E4M3, grid)
+        for factor, grid in zip(factors[:2], factors.grids, strict=True)
+    )
     a_scale = a.scale_inv.t().contiguous().t()
     if b.grid is Grid.ROWS:
         b_scale, kind = b.scale_inv.t().contiguous().t(), "BlockWise1x128"
@@ -240,20 +300,29 @@ def _blockwise(factors: Factors) -> tuple[Multiply, Tensor]:
         blocks = b.scale_inv.shape[1]
         padded = torch.nn.functional.pad(b.scale_inv, (0, -blocks % 4)).contiguous()
         b_scale, kind = padded.t(), "BlockWise128x128"
-    return _multiply(a.codes_RC, b.codes_RC, "BlockWise1x128", a_scale, kind, b_scale), _values(a, b)
+    return _multiply(a.codes_RC, b.codes_RC, "BlockWise1x128", a_scale, kind, b_scale), _values(
+        a, b
+    )
 
 
 def _values(a: Quantized, b: Quantized) -> Tensor:
     return a.values() @ b.values().t()
 
 
-def _multiply(a: Tensor, b: Tensor, a_kind: str, a_scale: Tensor, b_kind: str, b_scale: Tensor) -> Multiply:
+def _multiply(
+    a: Tensor, b: Tensor, a_kind: str, a_scale: Tensor, b_kind: str, b_scale: Tensor
+) -> Multiply:
     from torch.nn.functional import ScalingType, scaled_mm
 
     def multiply() -> Tensor:
         return scaled_mm(
-            a, b.t(), a_scale, getattr(ScalingType, a_kind), b_scale, getattr(ScalingType, b_kind),
+            a,
+            b.t(),
+            a_scale,
+            getattr(ScalingType, a_kind),
+            b_scale,
+            getattr(ScalingType, b_kind),
             output_dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
 
     return multiply

@@ -18,11 +18,16 @@ _PUBLISHED = Path(__file__).with_name("published.json")
 
 
 def write_report(out: Path, report: dict[str, Any]) -> list[Path]:
-    """Writes ``study.md``, and ``study.png`` where there is matplotlib and something to draw. Returns what it wrote."""
+    """Writes ``study.md``, and ``study.png`` where there is matplotlib and something to draw.
+    Returns what it wrote."""
     published = json.loads(_PUBLISHED.read_text())
     figure = out / "study.png"
     why_none = _draw(figure, report, published)
-    text = markdown(report, published, f"![figure]({figure.name})" if why_none is None else f"No figure: {why_none}.")
+    text = markdown(
+        report,
+        published,
+        f"![figure]({figure.name})" if why_none is None else f"No figure: {why_none}.",
+    )
     (out / "study.md").write_text(text)
     return [out / "study.md", *([figure] if why_none is None else [])]
 
@@ -31,14 +36,26 @@ def markdown(report: dict[str, Any], published: dict[str, Any], figure: str) -> 
     """The whole page."""
     parts = [
         ["# FP8 study" + (": EMULATED, on a CPU" if report["emulated"] else "")],
-        _where(report), [figure], _choices(report), _steps(report), _layers(report), _whole_model(report),
-        _engines(report), _runs(report), _linear(report), _products(report, published), _scaled_mm(report),
-        _clocks(report), _published(published), _open_cells(report),
-    ]  # fmt: skip
+        _where(report),
+        [figure],
+        _choices(report),
+        _steps(report),
+        _layers(report),
+        _whole_model(report),
+        _engines(report),
+        _runs(report),
+        _linear(report),
+        _products(report, published),
+        _scaled_mm(report),
+        _clocks(report),
+        _published(published),
+        _open_cells(report),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-# ---- where ----------------------------------------------------------------------------------------------------------
+# ---- where
+# --------------------------------------------------------------------------------------------------
 
 
 def place(report: dict[str, Any]) -> str:
@@ -55,22 +72,26 @@ def _where(report: dict[str, Any]) -> list[str]:
     made = report["commit"]
     lines = [
         f"Measured on **{place(report)}**, begun {report['started']}, commit {made['commit']}"
-        + (" with changes" if made["dirty"] else "") + ".", "",
-    ]  # fmt: skip
+        + (" with changes" if made["dirty"] else "")
+        + ".",
+        "",
+    ]
     for gpu in report["hardware"]["gpus"]:
         lines.append("- " + ", ".join(f"{name} {value}" for name, value in gpu.items()))
     lines += [f"- {versions}", ""]
     if report["emulated"]:
         lines.append(
-            "There was no GPU: FP8 is **emulated** in fp32 on tiny shapes. The errors are those of FP8's rounding; the "
-            "times are those of the emulation on this CPU and **say nothing about the speed of a GPU**."
+            "There was no GPU: FP8 is **emulated** in fp32 on tiny shapes. The errors are those "
+            "of FP8's rounding; the times are those of the emulation on this CPU and **say "
+            "nothing about the speed of a GPU**."
         )
     else:
         lines.append("Nothing here is emulated but the side that te.Linear is compared with.")
     return lines
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -95,19 +116,30 @@ def _linear(report: dict[str, Any]) -> list[str]:
     rows = []
     for way, found in _measured(report, "linear").items():
         for row in found["micro_batches"]:
-            rows.append([
-                way, str(row["micro_batch"]), *_three(row["emulation_against_exact"]), found["peer"],
-                *_three(row["emulation_against_peer"]),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    way,
+                    str(row["micro_batch"]),
+                    *_three(row["emulation_against_exact"]),
+                    found["peer"],
+                    *_three(row["emulation_against_peer"]),
+                ]
+            )
     if not rows:
         return []
     header = ["recipe", "micro-batch", "y", "dx", "dw", "peer", "y: peer", "dx: peer", "dw: peer"]
-    bounds = ", ".join(f"{way} {found['bound']:g}" for way, found in _measured(report, "linear").items())
+    bounds = ", ".join(
+        f"{way} {found['bound']:g}" for way, found in _measured(report, "linear").items()
+    )
     return [
-        f"## One linear layer ({place(report)})", "",
-        "Relative error (Frobenius) of our emulation against exact products, and against the peer, which may differ by "
-        f"{bounds}. Under delayed scaling the first micro-batch is multiplied by 1.", "", *_table(header, rows),
-    ]  # fmt: skip
+        f"## One linear layer ({place(report)})",
+        "",
+        "Relative error (Frobenius) of our emulation against exact products, and against the "
+        f"peer, which may differ by {bounds}. Under delayed scaling the first micro-batch is "
+        "multiplied by 1.",
+        "",
+        *_table(header, rows),
+    ]
 
 
 def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
@@ -116,30 +148,66 @@ def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
         return []
     theirs = published["products"]
     rows = [
-        [way, row["name"], str(row["ranks"]), f"{row['inputs']} x {row['outputs']}", _ms(row["forward_seconds"]),
-         _ms(row["backward_seconds"]), _ms(row["step_seconds"]), _ms(row["bf16_step_seconds"]), f"{row['tflops']:.3g}",
-         f"{row['bf16_tflops']:.3g}", f"{row['ratio']:.2f}", _ratio(row)]
-        for way, found in measured.items() for row in found["rows"]
-    ]  # fmt: skip
-    header = ["recipe", "layer", "ranks", "inputs x outputs", "forward ms", "backward ms", "both ms", "BF16 both ms",
-              "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time", "of kernels alone"]  # fmt: skip
+        [
+            way,
+            row["name"],
+            str(row["ranks"]),
+            f"{row['inputs']} x {row['outputs']}",
+            _ms(row["forward_seconds"]),
+            _ms(row["backward_seconds"]),
+            _ms(row["step_seconds"]),
+            _ms(row["bf16_step_seconds"]),
+            f"{row['tflops']:.3g}",
+            f"{row['bf16_tflops']:.3g}",
+            f"{row['ratio']:.2f}",
+            _ratio(row),
+        ]
+        for way, found in measured.items()
+        for row in found["rows"]
+    ]
+    header = [
+        "recipe",
+        "layer",
+        "ranks",
+        "inputs x outputs",
+        "forward ms",
+        "backward ms",
+        "both ms",
+        "BF16 both ms",
+        "TFLOP/s",
+        "BF16 TFLOP/s",
+        "BF16 time / FP8 time",
+        "of kernels alone",
+    ]
     compared = [
-        [way, f"{found['ratio_of_sums']:.2f}", f"{theirs['rows'][way]['ratio']:.2f}" if way in theirs["rows"] else "-"]
+        [
+            way,
+            f"{found['ratio_of_sums']:.2f}",
+            f"{theirs['rows'][way]['ratio']:.2f}" if way in theirs["rows"] else "-",
+        ]
         for way, found in measured.items()
     ]
     what = next(iter(measured.values()))["what"]
     note = "BF16 columns are fp32 here. " if report["emulated"] else ""
     together = [
-        "", "All shapes together, beside what is published:", "",
-        *_table(["recipe", f"here ({place(report)})", "published"], compared), "", f"Published: {theirs['source']}.",
-    ]  # fmt: skip
+        "",
+        "All shapes together, beside what is published:",
+        "",
+        *_table(["recipe", f"here ({place(report)})", "published"], compared),
+        "",
+        f"Published: {theirs['source']}.",
+    ]
     return [
-        f"## Matrix products of the layers ({what}; {place(report)})", "",
-        f"{note}Forward and backward (dgrad and wgrad), {report['settings']['products']['tokens']} tokens, "
-        "quantization of every operand included. 3 x 2 x tokens x inputs x outputs operations.", "",
+        f"## Matrix products of the layers ({what}; {place(report)})",
+        "",
+        f"{note}Forward and backward (dgrad and wgrad), "
+        f"{report['settings']['products']['tokens']} tokens, quantization of every operand "
+        "included. 3 x 2 x tokens x inputs x outputs operations.",
+        "",
         *_table(header, rows),
-        *([] if report["emulated"] else together),  # times of an emulation are no neighbors of a GPU's
-    ]  # fmt: skip
+        # times of an emulation are no neighbors of a GPU's
+        *([] if report["emulated"] else together),
+    ]
 
 
 def _ratio(row: dict[str, Any]) -> str:
@@ -154,25 +222,49 @@ def _scaled_mm(report: dict[str, Any]) -> list[str]:
     rows = []
     for scaling, found in _measured(report, "scaled_mm").items():
         for row in found["rows"]:
-            values = [row.get(name) for name in ("seconds", "tflops", "bf16_tflops", "ratio", "relative_error")]
+            values = [
+                row.get(name)
+                for name in ("seconds", "tflops", "bf16_tflops", "ratio", "relative_error")
+            ]
             ends = (
-                [row["error"], *["-"] * 5] if "error" in row
-                else [_ms(values[0]), *(f"{v:.3g}" for v in values[1:3]), f"{values[3]:.2f}", _ratio(row),
-                      f"{values[4]:.1e}"]
-            )  # fmt: skip
+                [row["error"], *["-"] * 5]
+                if "error" in row
+                else [
+                    _ms(values[0]),
+                    *(f"{v:.3g}" for v in values[1:3]),
+                    f"{values[3]:.2f}",
+                    _ratio(row),
+                    f"{values[4]:.1e}",
+                ]
+            )
             rows.append([scaling, row["name"], str(row["ranks"]), row["product"], *ends])
     if not rows:
         return []
-    header = ["scaling", "layer", "ranks", "product", "ms", "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time",
-              "of kernels alone", "error"]  # fmt: skip
+    header = [
+        "scaling",
+        "layer",
+        "ranks",
+        "product",
+        "ms",
+        "TFLOP/s",
+        "BF16 TFLOP/s",
+        "BF16 time / FP8 time",
+        "of kernels alone",
+        "error",
+    ]
     note = " BF16 columns are fp32 here." if report["emulated"] else ""
     return [
-        f"## torch's FP8 product alone ({place(report)})", "",
-        f"Operands are E4M3 beforehand: the cost of rounding them is not in it.{note}", "", *_table(header, rows),
-    ]  # fmt: skip
+        f"## torch's FP8 product alone ({place(report)})",
+        "",
+        f"Operands are E4M3 beforehand: the cost of rounding them is not in it.{note}",
+        "",
+        *_table(header, rows),
+    ]
 
 
-def _layer_cells(report: dict[str, Any]) -> Iterator[tuple[Cell, dict[str, Any], dict[str, Any] | None]]:
+def _layer_cells(
+    report: dict[str, Any],
+) -> Iterator[tuple[Cell, dict[str, Any], dict[str, Any] | None]]:
     """Cell, measurements, those of the same layers without FP8."""
     measured = _measured(report, "layers")
     for name, found in measured.items():
@@ -191,52 +283,95 @@ def _layers(report: dict[str, Any]) -> list[str]:
     for cell, found, plain in _layer_cells(report):
         name = plain_name if cell.way == BF16 else found["recipe"]
         where = [name, str(cell.tokens), str(cell.ranks), cell.variant or "-"]
-        speed.append([
-            *where, f"{found['train_tokens_per_second']:.4g}", f"{found['step_tokens_per_second']:.4g}",
-            f"{found['logprobs_tokens_per_second']:.4g}", f"{found['train_tflops']:.4g}", *_shares(found, "train"),
-            f"{found['logprobs_tflops']:.4g}", *_shares(found, "logprobs"), *_memory(found),
-        ])  # fmt: skip
+        speed.append(
+            [
+                *where,
+                f"{found['train_tokens_per_second']:.4g}",
+                f"{found['step_tokens_per_second']:.4g}",
+                f"{found['logprobs_tokens_per_second']:.4g}",
+                f"{found['train_tflops']:.4g}",
+                *_shares(found, "train"),
+                f"{found['logprobs_tflops']:.4g}",
+                *_shares(found, "logprobs"),
+                *_memory(found),
+            ]
+        )
         if plain is not None and cell.way != BF16:
-            deviation.append([
-                *where, f"{found['loss']:.6g}", f"{found['loss'] / plain['loss'] - 1:+.2e}",
-                f"{found['gradient_norm']:.6g}", f"{found['gradient_norm'] / plain['gradient_norm'] - 1:+.2e}",
-                f"{_mean_gap(found, plain):.2e}",
-            ])  # fmt: skip
+            deviation.append(
+                [
+                    *where,
+                    f"{found['loss']:.6g}",
+                    f"{found['loss'] / plain['loss'] - 1:+.2e}",
+                    f"{found['gradient_norm']:.6g}",
+                    f"{found['gradient_norm'] / plain['gradient_norm'] - 1:+.2e}",
+                    f"{_mean_gap(found, plain):.2e}",
+                ]
+            )
     if not speed:
         return []
     settings = report["settings"]["layers"]
     places = ["layers", "sequence", "ranks", "variant"]
     header = [
-        *places, "train tokens/s", "with Adam", "log-prob tokens/s", "train TFLOP/s", "MFU of BF16 peak",
-        "MFU of FP8 peak", "log-prob TFLOP/s", "MFU of BF16 peak", "MFU of FP8 peak", "allocated GiB", "reserved GiB",
-    ]  # fmt: skip
-    peaks = [f"{peak} ({p.upper()})" for p in ("bf16", "fp8") if (peak := report["settings"][f"peak_{p}_tflops"])]
+        *places,
+        "train tokens/s",
+        "with Adam",
+        "log-prob tokens/s",
+        "train TFLOP/s",
+        "MFU of BF16 peak",
+        "MFU of FP8 peak",
+        "log-prob TFLOP/s",
+        "MFU of BF16 peak",
+        "MFU of FP8 peak",
+        "allocated GiB",
+        "reserved GiB",
+    ]
+    peaks = [
+        f"{peak} ({p.upper()})"
+        for p in ("bf16", "fp8")
+        if (peak := report["settings"][f"peak_{p}_tflops"])
+    ]
     ends = f" Peaks in TFLOP/s: {', '.join(peaks)}." if peaks else ""
-    columns = [*places, "loss", "from " + plain_name, "gradient norm", "from " + plain_name, "mean abs dlogp"]
+    columns = [
+        *places,
+        "loss",
+        "from " + plain_name,
+        "gradient norm",
+        "from " + plain_name,
+        "mean abs dlogp",
+    ]
     return [
-        f"## {settings['num_layers']} layers through the policy ({place(report)})", "",
-        f"Hidden size {settings['hidden']}, {settings['heads']} heads ({settings['kv_heads']} of keys and values), MLP "
-        f"{settings['mlp']}, vocabulary {settings['vocabulary']}, random weights, {settings['micro_batches']} "
-        "micro-batches of one sequence. On more than one rank: heads and MLP of one of them, nothing is communicated, "
-        "the vocabulary stays. Variants: everything recomputed; many micro-batches. Train: forward and backward; the "
-        "column after it has the optimizer too.", "",
-        "Operations: 2 x (multiplications of the layers' matrices x tokens + 2 x layers x heads x head size x n "
-        "(n + 1) / 2 of each sequence (causal attention) + hidden x vocabulary x response tokens), three times that in "
-        f"training; nothing for recomputation (`openrlhf_ext/megatron/model/flops.py`).{ends}", "",
-        *_table(header, speed), "",
-        f"The same weights and tokens before any update, beside {plain_name} layers:", "",
+        f"## {settings['num_layers']} layers through the policy ({place(report)})",
+        "",
+        f"Hidden size {settings['hidden']}, {settings['heads']} heads ({settings['kv_heads']} of "
+        f"keys and values), MLP {settings['mlp']}, vocabulary {settings['vocabulary']}, random "
+        f"weights, {settings['micro_batches']} micro-batches of one sequence. On more than one "
+        "rank: heads and MLP of one of them, nothing is communicated, the vocabulary stays. "
+        "Variants: everything recomputed; many micro-batches. Train: forward and backward; the "
+        "column after it has the optimizer too.",
+        "",
+        "Operations: 2 x (multiplications of the layers' matrices x tokens + 2 x layers x heads "
+        "x head size x n (n + 1) / 2 of each sequence (causal attention) + hidden x vocabulary "
+        "x response tokens), three times that in training; nothing for recomputation "
+        f"(`openrlhf_ext/megatron/model/flops.py`).{ends}",
+        "",
+        *_table(header, speed),
+        "",
+        f"The same weights and tokens before any update, beside {plain_name} layers:",
+        "",
         *_table(columns, deviation),
-    ]  # fmt: skip
+    ]
 
 
-# ---- device and host, shares, and which recipe to take --------------------------------------------------------------
+# ---- device and host, shares, and which recipe to take
+# --------------------------------------------------------------
 
 
 _PARTS = ("logprobs", "forward_backward", "optimizer")
 
 
 class _Times(NamedTuple):
-    """Seconds of a log-prob pass, of forward and backward, and of the optimizer: on the clock, and of kernels."""
+    """Seconds of a log-prob pass, of forward and backward, and of the optimizer: on the clock, and
+    of kernels."""
 
     host: tuple[float, ...]
     device: tuple[float, ...]
@@ -251,9 +386,11 @@ class _Times(NamedTuple):
         return cls((*passes, max(0.0, found["step_seconds"] - passes[1])), device)
 
     def speedup(self, plain: _Times) -> tuple[float, float]:
-        """Of both passes together, device and host: the optimizer's time is not FP8's, and its share falls with the
-        number of micro-batches."""
-        return sum(plain.device[:2]) / sum(self.device[:2]), sum(plain.host[:2]) / sum(self.host[:2])
+        """Of both passes together, device and host: the optimizer's time is not FP8's, and its
+        share falls with the number of micro-batches."""
+        return sum(plain.device[:2]) / sum(self.device[:2]), sum(plain.host[:2]) / sum(
+            self.host[:2]
+        )
 
 
 def _steps(report: dict[str, Any]) -> list[str]:
@@ -264,23 +401,45 @@ def _steps(report: dict[str, Any]) -> list[str]:
             continue
         gains = ["-"] * 2 if beside is None else [f"{gain:.2f}" for gain in times.speedup(beside)]
         host = sum(times.host)
-        rows.append([
-            cell.way, str(cell.tokens), str(cell.ranks), cell.variant or "-", _ms(host), _ms(sum(times.device)),
-            *(f"{part / host:.0%}" for part in times.host), *_largest(found), *gains,
-        ])  # fmt: skip
+        rows.append(
+            [
+                cell.way,
+                str(cell.tokens),
+                str(cell.ranks),
+                cell.variant or "-",
+                _ms(host),
+                _ms(sum(times.device)),
+                *(f"{part / host:.0%}" for part in times.host),
+                *_largest(found),
+                *gains,
+            ]
+        )
     if not rows:
         return []
     header = [
-        "layers", "sequence", "ranks", "variant", "step ms", "kernels ms", "log-probs", "forward and backward",
-        "optimizer", "most of forward and backward", "BF16 kernels / these", "BF16 time / this time",
-    ]  # fmt: skip
+        "layers",
+        "sequence",
+        "ranks",
+        "variant",
+        "step ms",
+        "kernels ms",
+        "log-probs",
+        "forward and backward",
+        "optimizer",
+        "most of forward and backward",
+        "BF16 kernels / these",
+        "BF16 time / this time",
+    ]
     note = " On this CPU kernels are torch's operations." if report["emulated"] else ""
     return [
-        f"## The policy's step: shares, host and device ({place(report)})", "",
-        "Log-prob pass, forward and backward, and Adam. Step: by the clock, the host included. Kernels: their own "
-        "seconds by torch's profiler; where they are far below the step, the device waits for the host. The two right "
-        f"columns are of both passes without Adam.{note}", "", *_table(header, rows),
-    ]  # fmt: skip
+        f"## The policy's step: shares, host and device ({place(report)})",
+        "",
+        "Log-prob pass, forward and backward, and Adam. Step: by the clock, the host included. "
+        "Kernels: their own seconds by torch's profiler; where they are far below the step, the "
+        f"device waits for the host. The two right columns are of both passes without Adam.{note}",
+        "",
+        *_table(header, rows),
+    ]
 
 
 def _largest(found: dict[str, Any]) -> list[str]:
@@ -299,7 +458,8 @@ class Choice(NamedTuple):
 
 
 def choices(report: dict[str, Any]) -> list[Choice]:
-    """For every number of ranks and length: the recipe whose kernels take least time, if BF16's take more than
+    """For every number of ranks and length: the recipe whose kernels take least time, if BF16's
+    take more than
     ``WORTH`` times as much; else BF16."""
     by_place: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
     for cell, found, plain in _layer_cells(report):
@@ -313,7 +473,9 @@ def _choice(ranks: int, tokens: int, gains: dict[str, tuple[float, float]]) -> C
     best, *others = sorted(gains, key=lambda way: -gains[way][0])
     device, host = gains[best]
     then = ", ".join(f"{way} {gains[way][0]:.2f}" for way in others)
-    why = f"{best}: {device:.2f} on the device, {host:.2f} by the clock" + (f"; then {then}" if then else "")
+    why = f"{best}: {device:.2f} on the device, {host:.2f} by the clock" + (
+        f"; then {then}" if then else ""
+    )
     if device <= WORTH:
         return Choice(ranks, tokens, BF16, f"none is above {WORTH:g}; {why}")
     if host < device / WORTH:
@@ -328,24 +490,33 @@ def _choices(report: dict[str, Any]) -> list[str]:
     title = ["## Which recipe to take", ""]
     if report["emulated"]:
         return [*title, "An emulation recommends none: its times are not those of FP8's products."]
-    rows = [[str(choice.ranks), str(choice.tokens), f"**{choice.way}**", choice.why] for choice in found]
+    rows = [
+        [str(choice.ranks), str(choice.tokens), f"**{choice.way}**", choice.why] for choice in found
+    ]
     return [
-        *title, "Rule: the recipe with the least time of kernels in log-prob pass, forward and backward, if BF16's "
-        f"take more than {WORTH:g} times as long; else BF16. `_mlp`: FP8 in MLPs only (`fp8.modules mlp`). Nothing is "
-        f"communicated, which takes the same time either way and makes gains smaller. {_closest(report)}", "",
+        *title,
+        "Rule: the recipe with the least time of kernels in log-prob pass, forward and "
+        f"backward, if BF16's take more than {WORTH:g} times as long; else BF16. `_mlp`: FP8 in "
+        "MLPs only (`fp8.modules mlp`). Nothing is communicated, which takes the same time "
+        f"either way and makes gains smaller. {_closest(report)}",
+        "",
         *_table(["ranks", "sequence", "take", "why"], rows),
-    ]  # fmt: skip
+    ]
 
 
 def _closest(report: dict[str, Any]) -> str:
     """The sentence on engines; what ran counts more than what was emulated."""
     ran = {
-        way: found["kl/rollout"] for way, found in _measured(report, "run").items() if "fp8.rollout_enable" in RUNS[way]
+        way: found["kl/rollout"]
+        for way, found in _measured(report, "run").items()
+        if "fp8.rollout_enable" in RUNS[way]
     }
     emulated = {
         row["trainer"]: row["k3_rollout"]
-        for found in _measured(report, "mismatch").values() for row in found["cells"] if row["rollout"] == "blockwise"
-    }  # fmt: skip
+        for found in _measured(report, "mismatch").values()
+        for row in found["cells"]
+        if row["rollout"] == "blockwise"
+    }
     for what, gaps in (("in runs", ran), ("emulated", emulated)):
         if len(gaps) > 1:
             first = min(gaps, key=lambda way: gaps[way])
@@ -353,15 +524,21 @@ def _closest(report: dict[str, Any]) -> str:
     return "Beside FP8 engines the recipe of the engines counts too: see `kl/rollout`."
 
 
-# ---- engines, runs, clocks ------------------------------------------------------------------------------------------
+# ---- engines, runs, clocks
+# ------------------------------------------------------------------------------------------
 
 
 def _engines(report: dict[str, Any]) -> list[str]:
     names = {
-        "start_seconds": "start s", "first_batch_seconds": "first batch s", "again_seconds": "again s",
-        "prefill_tokens_per_second": "prefill tokens/s", "decode_tokens_per_second": "decode tokens/s",
-        "sleep_seconds": "sleep s", "wake_seconds": "wake s", "reload_seconds": "reload s",
-    }  # fmt: skip
+        "start_seconds": "start s",
+        "first_batch_seconds": "first batch s",
+        "again_seconds": "again s",
+        "prefill_tokens_per_second": "prefill tokens/s",
+        "decode_tokens_per_second": "decode tokens/s",
+        "sleep_seconds": "sleep s",
+        "wake_seconds": "wake s",
+        "reload_seconds": "reload s",
+    }
     rows = [
         [way, *(f"{found[name]:.4g}" if name in found else "-" for name in names)]
         for way, found in _measured(report, "engine").items()
@@ -370,38 +547,61 @@ def _engines(report: dict[str, Any]) -> list[str]:
         return []
     settings = report["settings"]["engine"]
     return [
-        f"## vLLM's engine ({place(report)})", "",
-        f"{settings['num_layers']} layers of these sizes, random weights, {settings['sequences']} sequences of "
-        f"{settings['prompt_tokens']} tokens and {settings['new_tokens']} more. The first batch compiles kernels. "
-        "Reload: weights read from the disk again, and quantized, after sleep of level 2 where there is a GPU; a run "
-        "gets them from the policy instead.", "", *_table(["engine", *names.values()], rows),
-    ]  # fmt: skip
+        f"## vLLM's engine ({place(report)})",
+        "",
+        f"{settings['num_layers']} layers of these sizes, random weights, "
+        f"{settings['sequences']} sequences of {settings['prompt_tokens']} tokens and "
+        f"{settings['new_tokens']} more. The first batch compiles kernels. Reload: weights read "
+        "from the disk again, and quantized, after sleep of level 2 where there is a GPU; a run "
+        "gets them from the policy instead.",
+        "",
+        *_table(["engine", *names.values()], rows),
+    ]
 
 
 def _runs(report: dict[str, Any]) -> list[str]:
     phases = ("step", "generate", "logprob", "train", "sync")
     ran = [
-        [way, *(f"{found['last_step_seconds'][phase]:.3g}" if phase in found["last_step_seconds"] else "-"
-                for phase in phases), f"{found['kl/rollout']:.2e}", f"{found['mismatch/mean_abs']:.2e}"]
+        [
+            way,
+            *(
+                f"{found['last_step_seconds'][phase]:.3g}"
+                if phase in found["last_step_seconds"]
+                else "-"
+                for phase in phases
+            ),
+            f"{found['kl/rollout']:.2e}",
+            f"{found['mismatch/mean_abs']:.2e}",
+        ]
         for way, found in _measured(report, "run").items()
-    ]  # fmt: skip
+    ]
     emulated = [
         [row["trainer"], row["rollout"], f"{row['k3_rollout']:.2e}", f"{row['mean_abs']:.2e}"]
-        for found in _measured(report, "mismatch").values() for row in found["cells"]
-    ]  # fmt: skip
+        for found in _measured(report, "mismatch").values()
+        for row in found["cells"]
+    ]
     lines: list[str] = []
     if ran:
-        words = ", ".join(f"{way}: {' '.join(RUNS[way]) or 'no FP8'}" for way in _measured(report, "run"))
+        words = ", ".join(
+            f"{way}: {' '.join(RUNS[way]) or 'no FP8'}" for way in _measured(report, "run")
+        )
         lines += [
-            f"## Whole steps of a small random policy ({place(report)})", "", f"`train_ppo_ray`, seconds of the last "
-            f"step and its phases; kl/rollout and mean abs dlogp over all steps. {words}.", "",
-            *_table(["run", *phases, "kl/rollout", "mean abs dlogp"], ran), "",
-        ]  # fmt: skip
+            f"## Whole steps of a small random policy ({place(report)})",
+            "",
+            f"`train_ppo_ray`, seconds of the last "
+            f"step and its phases; kl/rollout and mean abs dlogp over all steps. {words}.",
+            "",
+            *_table(["run", *phases, "kl/rollout", "mean abs dlogp"], ran),
+            "",
+        ]
     if emulated:
         lines += [
-            "## Trainer and engine, EMULATED on both sides", "", "The same policy; completions that it has sampled "
-            "without FP8.", "", *_table(["trainer", "engine", "kl/rollout", "mean abs dlogp"], emulated),
-        ]  # fmt: skip
+            "## Trainer and engine, EMULATED on both sides",
+            "",
+            "The same policy; completions that it has sampled without FP8.",
+            "",
+            *_table(["trainer", "engine", "kl/rollout", "mean abs dlogp"], emulated),
+        ]
     return lines
 
 
@@ -411,19 +611,29 @@ def _clocks(report: dict[str, Any]) -> list[str]:
     for name, row in report["cells"].items():
         if (gpu := row.get("gpu") or {}).get("samples"):
             spans = (gpu[value] for value in names)
-            rows.append([name, str(gpu["busy_samples"]),
-                         *(f"{s['min']:g} / {s['median']:g} / {s['max']:g}" for s in spans)])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    str(gpu["busy_samples"]),
+                    *(f"{s['min']:g} / {s['median']:g} / {s['max']:g}" for s in spans),
+                ]
+            )
     if not rows:
         return []
     return [
-        "## Clocks and power while the cells ran", "", "Least, median and largest of the samples in which the GPU was "
-        "busy (of all, if in none).", "", *_table(["cell", "busy samples", *names.values()], rows),
-    ]  # fmt: skip
+        "## Clocks and power while the cells ran",
+        "",
+        "Least, median and largest of the samples in which the GPU was busy (of all, if in none).",
+        "",
+        *_table(["cell", "busy samples", *names.values()], rows),
+    ]
 
 
 def _mean_gap(found: dict[str, Any], plain: dict[str, Any]) -> float:
     """Mean |dlogp| of the log-probs that were kept, in nats."""
-    gaps = [abs(mine - other) for mine, other in zip(found["logprobs"], plain["logprobs"], strict=True)]
+    gaps = [
+        abs(mine - other) for mine, other in zip(found["logprobs"], plain["logprobs"], strict=True)
+    ]
     return math.fsum(gaps) / len(gaps)
 
 
@@ -441,48 +651,85 @@ def _whole_model(report: dict[str, Any]) -> list[str]:
     if report["emulated"]:
         return []
     rows = [
-        [cell.way, str(cell.tokens), f"{found['whole_train_tokens_per_second']:.4g}",
-         f"{found['whole_logprobs_tokens_per_second']:.4g}"]
+        [
+            cell.way,
+            str(cell.tokens),
+            f"{found['whole_train_tokens_per_second']:.4g}",
+            f"{found['whole_logprobs_tokens_per_second']:.4g}",
+        ]
         for cell, found, _ in _whole(report)
-    ]  # fmt: skip
+    ]
     if not rows:
         return []
     settings = report["settings"]["layers"]
     return [
-        f"## Extrapolated, not measured: {settings['whole_layers']} layers", "",
+        f"## Extrapolated, not measured: {settings['whole_layers']} layers",
+        "",
         f"Tokens a second of one GPU if all {settings['whole_layers']} layers and a vocabulary of "
-        f"{settings['whole_vocabulary']} ran at the TFLOP/s of the {settings['num_layers']} layers above: without "
-        "communication, pipeline bubbles, optimizer or any limit of memory.", "",
+        f"{settings['whole_vocabulary']} ran at the TFLOP/s of the {settings['num_layers']} "
+        "layers above: without communication, pipeline bubbles, optimizer or any limit of "
+        "memory.",
+        "",
         *_table(["layers", "sequence", "train tokens/s", "log-prob tokens/s"], rows),
-    ]  # fmt: skip
+    ]
 
 
 def _published(published: dict[str, Any]) -> list[str]:
     rows = [
-        [row["model"], row["gpus"], row["configuration"], row["precision"], str(row["tokens_per_second_per_gpu"]),
-         str(row.get("tflops_per_gpu") or "-"), what, row["source"]]
-        for what, part in (("training", published["training"]), ("whole RL step", published["whole_rl_steps"]))
+        [
+            row["model"],
+            row["gpus"],
+            row["configuration"],
+            row["precision"],
+            str(row["tokens_per_second_per_gpu"]),
+            str(row.get("tflops_per_gpu") or "-"),
+            what,
+            row["source"],
+        ]
+        for what, part in (
+            ("training", published["training"]),
+            ("whole RL step", published["whole_rl_steps"]),
+        )
         for row in part
-    ]  # fmt: skip
-    header = ["model", "GPUs", "configuration", "precision", "tokens/s/GPU", "TFLOP/s/GPU", "of", "source"]
+    ]
+    header = [
+        "model",
+        "GPUs",
+        "configuration",
+        "precision",
+        "tokens/s/GPU",
+        "TFLOP/s/GPU",
+        "of",
+        "source",
+    ]
     products = published["products"]
     ratios = ", ".join(f"{way} {row['ratio']:.2f}" for way, row in products["rows"].items())
     return [
-        "## Published by others, on their machines", "", f"BF16 time / FP8 time of matrix products: {ratios} "
-        f"({products['source']}).", "", *_table(header, rows),
-    ]  # fmt: skip
+        "## Published by others, on their machines",
+        "",
+        f"BF16 time / FP8 time of matrix products: {ratios} ({products['source']}).",
+        "",
+        *_table(header, rows),
+    ]
 
 
 def _open_cells(report: dict[str, Any]) -> list[str]:
     rows = [
-        [name, row["status"], (row.get("error", "").strip().splitlines() or [""])[-1].replace("|", "/")[:300]]
+        [
+            name,
+            row["status"],
+            (row.get("error", "").strip().splitlines() or [""])[-1].replace("|", "/")[:300],
+        ]
         for name, row in report["cells"].items()
         if row["status"] != "passed"
     ]
-    return ["## Cells without a result", "", *_table(["cell", "status", "why"], rows)] if rows else []
+    return (
+        ["## Cells without a result", "", *_table(["cell", "status", "why"], rows)] if rows else []
+    )
 
 
-# ---- figure ---------------------------------------------------------------------------------------------------------
+# ---- figure
+# --------------------------------------------------------------------------------------------------
 
 
 def _draw(file: Path, report: dict[str, Any], published: dict[str, Any]) -> str | None:
@@ -513,8 +760,16 @@ def _draw_errors(axes: Any, report: dict[str, Any]) -> None:
     """Of the last micro-batch, when delayed scales have seen others."""
     measured = _measured(report, "linear")
     for number, name in enumerate(("y", "dx", "dw")):
-        errors = [found["micro_batches"][-1]["emulation_against_exact"][name] for found in measured.values()]
-        axes.bar([place + 0.27 * (number - 1) for place in range(len(errors))], errors, width=0.25, label=name)
+        errors = [
+            found["micro_batches"][-1]["emulation_against_exact"][name]
+            for found in measured.values()
+        ]
+        axes.bar(
+            [place + 0.27 * (number - 1) for place in range(len(errors))],
+            errors,
+            width=0.25,
+            label=name,
+        )
     axes.set_xticks(range(len(measured)), list(measured))
     axes.set_ylabel("relative error of one linear layer")
     axes.legend()
@@ -523,13 +778,17 @@ def _draw_errors(axes: Any, report: dict[str, Any]) -> None:
 def _draw_deviation(axes: Any, report: dict[str, Any]) -> None:
     for cell, found, plain in _whole(report):
         if cell.way != BF16 and plain is not None:
-            axes.bar(f"{cell.way}\n{cell.tokens} tokens", _mean_gap(found, plain), color="tab:orange")
+            axes.bar(
+                f"{cell.way}\n{cell.tokens} tokens", _mean_gap(found, plain), color="tab:orange"
+            )
     axes.set_ylabel("mean |dlogp| from fp32 layers, nats")
 
 
 def _draw_ratios(axes: Any, report: dict[str, Any], published: dict[str, Any]) -> None:
     measured = _measured(report, "products")
-    axes.bar(range(len(measured)), [found["ratio_of_sums"] for found in measured.values()], label="here")
+    axes.bar(
+        range(len(measured)), [found["ratio_of_sums"] for found in measured.values()], label="here"
+    )
     for number, way in enumerate(measured):
         if way in published["products"]["rows"]:
             ratio = published["products"]["rows"][way]["ratio"]

@@ -1,4 +1,5 @@
-"""A vLLM engine outside of a run, with a random checkpoint, in BF16 or as the runs' FP8 engines are: vLLM's
+"""A vLLM engine outside of a run, with a random checkpoint, in BF16 or as the runs' FP8 engines
+are: vLLM's
 ``fp8_per_block`` on a GPU, emulated on a CPU."""
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _ROUNDS = 2
 
 
 def measure(machine: Machine, way: str, study: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to start, of the first batch (kernels are compiled) and of the same one again, tokens a second of
-    prefill and of decoding, seconds of a reload from the disk (page cache), after sleep where there is a GPU.
+    """Seconds to start, of the first batch (kernels are compiled) and of the same one again, tokens
+    a second of prefill and of decoding, seconds of a reload from the disk (page cache), after sleep
+    where there is a GPU.
 
     Args:
         way: 'bf16' or 'blockwise', the only one that engines have.
@@ -41,9 +43,10 @@ def measure(machine: Machine, way: str, study: dict[str, Any]) -> dict[str, Any]
         whole = min(_generated(llm, prompts, new) for _ in range(_ROUNDS))
         prefill = min(_generated(llm, prompts, 1) for _ in range(_ROUNDS))
         found |= {
-            "again_seconds": whole, "prefill_tokens_per_second": len(prompts) * prompt / prefill,
+            "again_seconds": whole,
+            "prefill_tokens_per_second": len(prompts) * prompt / prefill,
             "decode_tokens_per_second": len(prompts) * (new - 1) / max(whole - prefill, 1e-9),
-        }  # fmt: skip
+        }
         try:
             return found | _reload(machine, llm)
         except Exception as error:  # whatever vLLM's worker raises: the speeds are there
@@ -58,9 +61,15 @@ def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # errors have a traceback here
     dtype = "bfloat16" if machine.on_gpu else "float32"
     options = Vllm(max_num_seqs=sequences, kv_cache_mib=64)
-    arguments = offline_engine_args(folder, dtype, length, options, _GPU_SHARE if machine.on_gpu else None, {})
+    arguments = offline_engine_args(
+        folder, dtype, length, options, _GPU_SHARE if machine.on_gpu else None, {}
+    )
     arguments.pop("in_process", None)
-    arguments |= {"enable_prefix_caching": False, "skip_tokenizer_init": True, "enable_sleep_mode": machine.on_gpu}
+    arguments |= {
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "enable_sleep_mode": machine.on_gpu,
+    }
     if way != BF16:
         from openrlhf_ext.rollout.worker_extension import with_quantized_layers
 
@@ -83,13 +92,24 @@ def _random_checkpoint(machine: Machine, folder: Path, study: dict[str, Any]) ->
     """Qwen2 with the sizes of the layers, and as many as the engine's."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes, length = study["layers"], study["engine"]["prompt_tokens"] + study["engine"]["new_tokens"]
+    sizes, length = (
+        study["layers"],
+        study["engine"]["prompt_tokens"] + study["engine"]["new_tokens"],
+    )
     config = Qwen2Config(
-        vocab_size=sizes["vocabulary"], hidden_size=sizes["hidden"], intermediate_size=sizes["mlp"],
-        num_hidden_layers=study["engine"]["num_layers"], num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"], head_dim=sizes["head_dim"], max_position_embeddings=length,
-        tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=sizes["vocabulary"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["mlp"],
+        num_hidden_layers=study["engine"]["num_layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=length,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     with machine.device:
         model = Qwen2ForCausalLM(config).to(torch.bfloat16 if machine.on_gpu else torch.float32)
     model.save_pretrained(folder)
@@ -101,7 +121,10 @@ def _random_checkpoint(machine: Machine, folder: Path, study: dict[str, Any]) ->
 def _prompts(settings: dict[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
     size = (settings["sequences"], settings["prompt_tokens"])
-    return [{"prompt_token_ids": row} for row in torch.randint(2, vocabulary, size, generator=generator).tolist()]
+    return [
+        {"prompt_token_ids": row}
+        for row in torch.randint(2, vocabulary, size, generator=generator).tolist()
+    ]
 
 
 def _generated(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
@@ -118,7 +141,8 @@ def _generated(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> fl
 
 
 def _reload(machine: Machine, llm: Any) -> dict[str, float]:
-    """Level 2 gives weights up: what they take to be read and quantized again, and what of the device sleep frees."""
+    """Level 2 gives weights up: what they take to be read and quantized again, and what of the
+    device sleep frees."""
     if not machine.on_gpu:
         return {"reload_seconds": _seconds(lambda: llm.collective_rpc("reload_weights"))}
     free = torch.cuda.mem_get_info()[0]

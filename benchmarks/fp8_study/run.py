@@ -1,12 +1,14 @@
 """Runs the cells of a study, each in a process of its own, and keeps what they measured.
 
-    bash examples/scripts/fp8_study.sh [--bundle DIR] [--minutes N] [--out DIR] [--render] [STUDY.yaml]
+    bash examples/scripts/fp8_study.sh [--bundle DIR] [--minutes N] [--out DIR] [--render]
+    [STUDY.yaml]
 
-In the folder of --out: study.json, written after every cell, study.md, and study.png where there is matplotlib. The
-same command goes on where the last one ended: cells that passed or need another machine stay, cells for which there
-was no time come next, cells that failed come last. --render makes Markdown and figure again from study.json, on any
-machine. Exit code 0: every cell passed or was skipped with its reason; 1: a cell failed, or none passed; 2: time was
-up, and the same command goes on.
+In the folder of --out: study.json, written after every cell, study.md, and study.png where there is
+matplotlib. The same command goes on where the last one ended: cells that passed or need another
+machine stay, cells for which there was no time come next, cells that failed come last. --render
+makes Markdown and figure again from study.json, on any machine. Exit code 0: every cell passed or
+was skipped with its reason; 1: a cell failed, or none passed; 2: time was up, and the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -51,13 +53,16 @@ from tests.gpu.run import (
 JSON = "study.json"
 _ABSENT = "not installed here"
 _NEEDS = {
-    "layers": ("megatron", "pydantic"), "engine": ("vllm", "transformers"), "mismatch": ("transformers",),
+    "layers": ("megatron", "pydantic"),
+    "engine": ("vllm", "transformers"),
+    "mismatch": ("transformers",),
     "run": ("ray", "vllm", "openrlhf", "transformers"),
-}  # fmt: skip
+}
 _NOT_YET = {"status": "not run", "error": "not run yet"}
 
 
-# ---- one cell, in its own process -----------------------------------------------------------------------------------
+# ---- one cell, in its own process
+# -----------------------------------------------------------------------------------
 
 
 def measure(name: str, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -103,7 +108,8 @@ def _machine(bundle: Path | None, seconds: float) -> Machine:
     return Machine(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), bundle, seconds)
 
 
-# ---- the study ------------------------------------------------------------------------------------------------------
+# ---- the study
+# --------------------------------------------------------------------------------------------------
 
 
 def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -> int:
@@ -122,10 +128,15 @@ def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -
             continue  # what is known of it is worth more than that there was no time to try again
         report["cells"][cell.name] = row
         write(out / JSON, report)
-        print(f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {finding(row)}", flush=True)
+        print(
+            f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {finding(row)}",
+            flush=True,
+        )
     files = write_report(out, report)
     counts = Counter(row["status"] for row in report["cells"].values())
-    said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
+    said = ", ".join(
+        f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run")
+    )
     print(f"{said}; {', '.join(map(str, [out / JSON, *files]))}", flush=True)
     if counts["not run"]:
         print("the same command goes on where this one ended", flush=True)
@@ -155,8 +166,9 @@ def _require_peak(study: dict[str, Any], found: list[dict[str, str]]) -> None:
     asked = study["peak_bf16_tflops"]
     if known is not None and asked is not None and abs(asked / known - 1) > 0.01:
         raise SettingsError(
-            f"peak_bf16_tflops must be that of this GPU, {found[0]['name']}: {known:g} by its data sheet, got "
-            f"{asked:g}; give a STUDY.yaml with peak_bf16_tflops and peak_fp8_tflops, or null for no MFU"
+            f"peak_bf16_tflops must be that of this GPU, {found[0]['name']}: {known:g} by its "
+            f"data sheet, got {asked:g}; give a STUDY.yaml with peak_bf16_tflops and "
+            "peak_fp8_tflops, or null for no MFU"
         )
 
 
@@ -173,8 +185,9 @@ def _kept(file: Path, head: dict[str, Any], cells: Sequence[Cell]) -> dict[str, 
     for what, mine, theirs in _identity(head, earlier):
         if mine != theirs:
             raise SettingsError(
-                f"{file} was measured with {what} {theirs}, here it is {mine}: numbers of both do not belong into one "
-                "study. Name another folder with --out, or remove this one"
+                f"{file} was measured with {what} {theirs}, here it is {mine}: numbers of both "
+                "do not belong into one study. Name another folder with --out, or remove this "
+                "one"
             )
     return {**earlier, "cells": none | earlier["cells"]}
 
@@ -187,7 +200,8 @@ def _identity(head: dict[str, Any], earlier: dict[str, Any]) -> list[tuple[str, 
     pairs += [("hardware", names(head), names(earlier))]
     pairs += [("torch", head["versions"]["torch"], earlier["versions"]["torch"])]
     return pairs + [
-        (f"setting {name} =", head["settings"][name], earlier["settings"].get(name)) for name in head["settings"]
+        (f"setting {name} =", head["settings"][name], earlier["settings"].get(name))
+        for name in head["settings"]
     ]
 
 
@@ -202,35 +216,67 @@ def _in_order(cells: Sequence[Cell], rows: dict[str, Any], bundle: Path | None) 
 def _done(rows: dict[str, Any], cell: Cell) -> bool:
     row = rows[cell.name]
     # what is not installed may be there the next time, and asking costs nothing
-    return row["status"] == "passed" or (row["status"] == "skipped" and not row["error"].startswith(_ABSENT))
+    return row["status"] == "passed" or (
+        row["status"] == "skipped" and not row["error"].startswith(_ABSENT)
+    )
 
 
-def _run_cell(cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None, left_s: float) -> dict[str, Any]:
+def _run_cell(
+    cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None, left_s: float
+) -> dict[str, Any]:
     if left_s < LEAST_S:
         return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
-    if missing := [package for package in _NEEDS.get(cell.kind, ()) if importlib.util.find_spec(package) is None]:
+    if missing := [
+        package
+        for package in _NEEDS.get(cell.kind, ())
+        if importlib.util.find_spec(package) is None
+    ]:
         # layers are what the study is about; the others say more where a run is possible
         status = "failed" if cell.kind == "layers" else "skipped"
-        return {"status": status, "seconds": 0.0, "error": f"{_ABSENT}: {', '.join(missing)} (--bundle)"}
+        return {
+            "status": status,
+            "seconds": 0.0,
+            "error": f"{_ABSENT}: {', '.join(missing)} (--bundle)",
+        }
     allowed = cell.seconds(study)
     limit = min(allowed, left_s)
-    command = ["benchmarks.fp8_study.run", "--cell", cell.name, "--seconds", str(limit), "--out", str(out)]
+    command = [
+        "benchmarks.fp8_study.run",
+        "--cell",
+        cell.name,
+        "--seconds",
+        str(limit),
+        "--out",
+        str(out),
+    ]
     return supervised(
-        [*command, *(["--bundle", str(bundle)] if bundle else [])], limit, allowed, environment=cell.environment
+        [*command, *(["--bundle", str(bundle)] if bundle else [])],
+        limit,
+        allowed,
+        environment=cell.environment,
     )
 
 
 def _require_active(cell: Cell, row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     """FP8 layers that compute what BF16's do, to the last bit, are no FP8 layers."""
     plain = rows.get(cell.plain.name, {})
-    if cell.kind != "layers" or cell.way == BF16 or row["status"] != "passed" or plain.get("status") != "passed":
+    if (
+        cell.kind != "layers"
+        or cell.way == BF16
+        or row["status"] != "passed"
+        or plain.get("status") != "passed"
+    ):
         return row
     if row["measured"]["logprobs"] != plain["measured"]["logprobs"]:
         return row
-    return row | {"status": "failed", "error": "log-probs are those of the layers without FP8: FP8 is not active"}
+    return row | {
+        "status": "failed",
+        "error": "log-probs are those of the layers without FP8: FP8 is not active",
+    }
 
 
-# ---- command line ---------------------------------------------------------------------------------------------------
+# ---- command line
+# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,30 +287,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study = json.loads((out / JSON).read_text())["settings"]
         settle(lambda: measure(args.cell, study, _machine(bundle, args.seconds)), args.result)
     if bundle is not None and not bundle.is_dir():
-        raise SettingsError(f"--bundle must be a folder that bash tests/gpu/bundle.sh made, got {bundle}")
+        raise SettingsError(
+            f"--bundle must be a folder that bash tests/gpu/bundle.sh made, got {bundle}"
+        )
     if args.render:
         if not (out / JSON).exists():
-            raise SettingsError(f"--render needs {out / JSON}, which a study without --render writes")
+            raise SettingsError(
+                f"--render needs {out / JSON}, which a study without --render writes"
+            )
         print(*write_report(out, json.loads((out / JSON).read_text())), sep="\n")
         return 0
     if not args.minutes > 0:
         raise SettingsError(f"--minutes must be above 0, got {args.minutes:g}")
     study = read_study(args.study, on_gpu=torch.cuda.is_available())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
+    # what a process with a GPU would dump is large
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with ended_politely():
         return run(study, out, bundle, args.minutes)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bash examples/scripts/fp8_study.sh", description=__doc__,
+        prog="bash examples/scripts/fp8_study.sh",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("study", nargs="?", type=Path, help="options over those of benchmarks/fp8_study/{gpu,cpu}.yaml")
+    )
+    parser.add_argument(
+        "study",
+        nargs="?",
+        type=Path,
+        help="options over those of benchmarks/fp8_study/{gpu,cpu}.yaml",
+    )
     parser.add_argument("--bundle", type=Path, help="folder that tests/gpu/bundle.sh made")
     parser.add_argument("--minutes", type=float, default=60.0, help="for this run")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fp8_study")
-    parser.add_argument("--render", action="store_true", help="measure nothing: Markdown and figure from study.json")
+    parser.add_argument(
+        "--render", action="store_true", help="measure nothing: Markdown and figure from study.json"
+    )
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

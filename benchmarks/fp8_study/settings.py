@@ -35,7 +35,9 @@ class Rule(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -47,7 +49,9 @@ def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def _is_shapes(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_list(shape, _is_count) and len(shape) == 2 for shape in value.values())
+    return isinstance(value, dict) and all(
+        _is_list(shape, _is_count) and len(shape) == 2 for shape in value.values()
+    )
 
 
 def _is_variants(value: Any) -> bool:
@@ -62,36 +66,71 @@ SHAPES = Rule("names with [inputs, outputs] each", _is_shapes)
 
 
 def _some_of(names: Any) -> Rule:
-    return Rule(f"a list of some of {', '.join(names)}", lambda value: _is_list(value, lambda item: item in names))
+    return Rule(
+        f"a list of some of {', '.join(names)}",
+        lambda value: _is_list(value, lambda item: item in names),
+    )
 
 
 RULES: dict[str, Any] = {
     "kinds": _some_of(KINDS),
     "recipes": _some_of(_NAMES),
     "linear": {
-        "tokens": COUNT, "inputs": COUNT, "outputs": COUNT, "micro_batches": COUNT, "bound": NUMBER,
+        "tokens": COUNT,
+        "inputs": COUNT,
+        "outputs": COUNT,
+        "micro_batches": COUNT,
+        "bound": NUMBER,
         "bound_of_fp32_blocks": NUMBER,
     },
     "products": {
-        "tokens": COUNT, "tensor_parallel": COUNTS, "repeats": COUNT, "columns": SHAPES, "rows": SHAPES,
+        "tokens": COUNT,
+        "tensor_parallel": COUNTS,
+        "repeats": COUNT,
+        "columns": SHAPES,
+        "rows": SHAPES,
     },
     "layers": {
-        "num_layers": COUNT, "hidden": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "mlp": COUNT,
-        "vocabulary": COUNT, "sequences": COUNTS, "tensor_parallel": COUNTS, "mlp_only": _some_of(_NAMES),
+        "num_layers": COUNT,
+        "hidden": COUNT,
+        "heads": COUNT,
+        "kv_heads": COUNT,
+        "head_dim": COUNT,
+        "mlp": COUNT,
+        "vocabulary": COUNT,
+        "sequences": COUNTS,
+        "tensor_parallel": COUNTS,
+        "mlp_only": _some_of(_NAMES),
         "variants": Rule("a list of some of recompute, many, or an empty one", _is_variants),
-        "micro_batches": COUNT, "many_micro_batches": COUNT, "repeats": COUNT, "whole_layers": COUNT,
+        "micro_batches": COUNT,
+        "many_micro_batches": COUNT,
+        "repeats": COUNT,
+        "whole_layers": COUNT,
         "whole_vocabulary": COUNT,
     },
-    "engine": {"num_layers": COUNT, "sequences": COUNT, "prompt_tokens": COUNT, "new_tokens": COUNT},
+    "engine": {
+        "num_layers": COUNT,
+        "sequences": COUNT,
+        "prompt_tokens": COUNT,
+        "new_tokens": COUNT,
+    },
     "run": {
-        "ways": _some_of(RUNS), "steps": COUNT, "prompts": COUNT, "samples": COUNT, "new_tokens": COUNT,
-        "num_layers": COUNT, "hidden": COUNT, "heads": COUNT, "kv_heads": COUNT, "mlp": COUNT,
+        "ways": _some_of(RUNS),
+        "steps": COUNT,
+        "prompts": COUNT,
+        "samples": COUNT,
+        "new_tokens": COUNT,
+        "num_layers": COUNT,
+        "hidden": COUNT,
+        "heads": COUNT,
+        "kv_heads": COUNT,
+        "mlp": COUNT,
     },
     "peak_bf16_tflops": PEAK,
     "peak_fp8_tflops": PEAK,
     "cell_seconds": NUMBER,
     "build_seconds": NUMBER,
-}  # fmt: skip
+}
 
 
 def read_study(file: Path | None, *, on_gpu: bool) -> dict[str, Any]:
@@ -112,23 +151,34 @@ def _load(file: Path) -> dict[str, Any]:
         import yaml
     except ImportError as error:
         raise SettingsError(
-            f"a study is read with PyYAML, which cannot be imported here ({error}): give --bundle, which has it"
+            f"a study is read with PyYAML, which cannot be imported here ({error}): give "
+            "--bundle, which has it"
         ) from error
     try:
         found = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{file} cannot be read as YAML: {error}") from error
     if not isinstance(found, dict):
-        raise SettingsError(f"{file} must have options and their values, like {_FOLDER / 'gpu.yaml'}; got {found!r}")
+        raise SettingsError(
+            f"{file} must have options and their values, like {_FOLDER / 'gpu.yaml'}; got {found!r}"
+        )
     return found
 
 
-def _merged(given: Any, defaults: dict, rules: dict[str, Any], prefix: str, file: Path | None) -> dict[str, Any]:
+def _merged(
+    given: Any, defaults: dict, rules: dict[str, Any], prefix: str, file: Path | None
+) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise SettingsError(f"{file}: {prefix[:-1]} must have options of its own ({', '.join(rules)}), got {given!r}")
+        raise SettingsError(
+            f"{file}: {prefix[:-1]} must have options of its own ({', '.join(rules)}), got "
+            f"{given!r}"
+        )
     for name in given:
         if name not in rules:
-            raise SettingsError(f"{file}: there is no option {prefix}{name}; these are known here: {', '.join(rules)}")
+            raise SettingsError(
+                f"{file}: there is no option {prefix}{name}; these are known here: "
+                f"{', '.join(rules)}"
+            )
     merged = {}
     for name, rule in rules.items():
         value = given.get(name, {} if isinstance(rule, dict) else defaults[name])
@@ -136,40 +186,53 @@ def _merged(given: Any, defaults: dict, rules: dict[str, Any], prefix: str, file
             value = _merged(value, defaults[name], rule, f"{prefix}{name}.", file)
         elif not rule.holds(value):
             raise SettingsError(
-                f"{file}: {prefix}{name} must be {rule.words}, got {value!r}; the default is {defaults[name]!r}"
+                f"{file}: {prefix}{name} must be {rule.words}, got {value!r}; the default is "
+                f"{defaults[name]!r}"
             )
         merged[name] = value
     return merged
 
 
 def _require_divisible(study: dict[str, Any]) -> None:
-    """FP8's products of TransformerEngine want widths and tokens that 16 divides (its module/linear.py asserts)."""
+    """FP8's products of TransformerEngine want widths and tokens that 16 divides (its
+    module/linear.py asserts)."""
     for option, value in _widths(study):
         if value % 16:
             raise SettingsError(
-                f"{option} must be a multiple of 16, got {value:g}: choose the next one, or fewer ranks"
+                f"{option} must be a multiple of 16, got {value:g}: choose the next one, or "
+                "fewer ranks"
             )
     layers = study["layers"]
     if layers["heads"] % layers["kv_heads"]:
         raise SettingsError(
-            f"layers.heads must be a multiple of layers.kv_heads, got {layers['heads']} and {layers['kv_heads']}"
+            f"layers.heads must be a multiple of layers.kv_heads, got {layers['heads']} and "
+            f"{layers['kv_heads']}"
         )
     for ranks in layers["tensor_parallel"]:
         if layers["heads"] % ranks:
-            raise SettingsError(f"layers.heads {layers['heads']} must be a multiple of {ranks} ranks: choose fewer")
+            raise SettingsError(
+                f"layers.heads {layers['heads']} must be a multiple of {ranks} ranks: choose fewer"
+            )
 
 
 def rank_sizes(settings: dict[str, Any], ranks: int) -> dict[str, int]:
-    """Heads, key-value heads and MLP width of one of so many tensor-parallel ranks; a key-value head is not cut."""
+    """Heads, key-value heads and MLP width of one of so many tensor-parallel ranks; a key-value
+    head is not cut."""
     kv_heads = max(1, settings["kv_heads"] // ranks)
-    return {"heads": settings["heads"] // ranks, "kv_heads": kv_heads, "mlp": settings["mlp"] // ranks}
+    return {
+        "heads": settings["heads"] // ranks,
+        "kv_heads": kv_heads,
+        "mlp": settings["mlp"] // ranks,
+    }
 
 
 def _widths(study: dict[str, Any]) -> list[tuple[str, float]]:
     linear, products, layers = study["linear"], study["products"], study["layers"]
     found = [(f"linear.{name}", linear[name]) for name in ("tokens", "inputs", "outputs")]
     found += [("products.tokens", products["tokens"])]
-    found += [(f"layers.{name}", layers[name]) for name in ("hidden", "head_dim", "mlp", "vocabulary")]
+    found += [
+        (f"layers.{name}", layers[name]) for name in ("hidden", "head_dim", "mlp", "vocabulary")
+    ]
     found += [("layers.sequences", tokens) for tokens in layers["sequences"]]
     for name in ("mlp", "heads"):
         width = layers[name] * (layers["head_dim"] if name == "heads" else 1)
@@ -178,5 +241,8 @@ def _widths(study: dict[str, Any]) -> list[tuple[str, float]]:
         for name, shape in products[cut].items():
             found += [(f"products.{cut}.{name}", width) for width in shape]
             cut_width = shape[1] if cut == "columns" else shape[0]
-            found += [(f"products.{cut}.{name} over {n} ranks", cut_width / n) for n in products["tensor_parallel"]]
+            found += [
+                (f"products.{cut}.{name} over {n} ranks", cut_width / n)
+                for n in products["tensor_parallel"]
+            ]
     return found

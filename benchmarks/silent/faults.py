@@ -1,6 +1,8 @@
-"""Fifty silent bugs that were published, each as a replacement of a function of ours in the process where it would be.
+"""Fifty silent bugs that were published, each as a replacement of a function of ours in the process
+where it would be.
 
-A fault's ``patches`` run in that process. Names of issues are ``owner#number`` as on GitHub, or an arXiv number.
+A fault's ``patches`` run in that process. Names of issues are ``owner#number`` as on GitHub, or an
+arXiv number.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Any:
 def wrapped_method(owner: type, name: str, change: Callable[..., Any]) -> Any:
     """The same of a method: ``change`` gets the object too."""
     original = getattr(owner, name)
-    return patch.object(owner, name, lambda self, *args, **kwargs: change(original, self, *args, **kwargs))
+    return patch.object(
+        owner, name, lambda self, *args, **kwargs: change(original, self, *args, **kwargs)
+    )
 
 
 def wrapped_async(owner: Any, name: str, change: Callable[..., Any]) -> Any:
@@ -52,7 +56,8 @@ def wrapped_async(owner: Any, name: str, change: Callable[..., Any]) -> Any:
     return patch.object(owner, name, replaced)
 
 
-# ---- weights on their way to the engines ----------------------------------------------------------------------------
+# ---- weights on their way to the engines
+# ----------------------------------------------------------------------------
 
 
 def loads_otherwise(engine: Any, change: Callable[[dict, dict], dict]) -> Any:
@@ -77,33 +82,63 @@ def stale_weights(engine: Any) -> list[Any]:
 
 @fault("SkyRL#1680", "half of the tensors of an update are not loaded", "engine")
 def half_an_update(engine: Any) -> list[Any]:
-    return [loads_otherwise(engine, lambda sent, before: {
-        name: (sent if number % 2 else before)[name] for number, name in enumerate(sent)})]  # fmt: skip
+    return [
+        loads_otherwise(
+            engine,
+            lambda sent, before: {
+                name: (sent if number % 2 else before)[name] for number, name in enumerate(sent)
+            },
+        )
+    ]
 
 
 @fault("unsloth-zoo#941", "up_proj gets the weights of gate_proj", "engine")
 def gate_twice(engine: Any) -> list[Any]:
-    return [loads_otherwise(engine, lambda sent, _: {
-        name: sent[name.replace("up_proj", "gate_proj")] for name in sent})]  # fmt: skip
+    return [
+        loads_otherwise(
+            engine,
+            lambda sent, _: {name: sent[name.replace("up_proj", "gate_proj")] for name in sent},
+        )
+    ]
 
 
 @fault("Megatron-Bridge#2381", "the rows of a shard come in another order", "engine")
 def swapped_shards(engine: Any) -> list[Any]:
-    return [loads_otherwise(engine, lambda sent, _: {
-        name: tensor.roll(len(tensor) // 2, 0) if name.endswith("o_proj.weight") else tensor
-        for name, tensor in sent.items()})]  # fmt: skip
+    return [
+        loads_otherwise(
+            engine,
+            lambda sent, _: {
+                name: tensor.roll(len(tensor) // 2, 0) if name.endswith("o_proj.weight") else tensor
+                for name, tensor in sent.items()
+            },
+        )
+    ]
 
 
 @fault("vllm#42821", "the output layer is left out of updates", "engine")
 def no_output_layer(engine: Any) -> list[Any]:
-    return [loads_otherwise(engine, lambda sent, before: sent | {
-        name: before[name] for name in sent if "lm_head" in name})]  # fmt: skip
+    return [
+        loads_otherwise(
+            engine,
+            lambda sent, before: sent | {name: before[name] for name in sent if "lm_head" in name},
+        )
+    ]
 
 
-@fault("miles#2722", "weights are rounded to bf16 on their way to an engine that computes in fp32", "engine")
+@fault(
+    "miles#2722",
+    "weights are rounded to bf16 on their way to an engine that computes in fp32",
+    "engine",
+)
 def rounded_on_the_way(engine: Any) -> list[Any]:
-    return [loads_otherwise(engine, lambda sent, _: {
-        name: tensor.bfloat16().to(tensor.dtype) for name, tensor in sent.items()})]  # fmt: skip
+    return [
+        loads_otherwise(
+            engine,
+            lambda sent, _: {
+                name: tensor.bfloat16().to(tensor.dtype) for name, tensor in sent.items()
+            },
+        )
+    ]
 
 
 @fault("NeMo-RL#4018", "the prefix cache outlives an update", "engine")
@@ -114,7 +149,8 @@ def stale_prefix_cache(engine: Any) -> list[Any]:
     return [patch.object(type(engine), "reset_prefix_cache", nothing)]
 
 
-# ---- sampling -------------------------------------------------------------------------------------------------------
+# ---- sampling
+# --------------------------------------------------------------------------------------------------
 
 
 def samples_otherwise(engine: Any, **change: Any) -> list[Any]:
@@ -132,14 +168,24 @@ def another_temperature(engine: Any) -> list[Any]:
     return samples_otherwise(engine, temperature=1.0)
 
 
-@fault("trl#6789", "top_p 0.9 in the engine, whose log-probs are renormalized; the policy does not know", "engine")
+@fault(
+    "trl#6789",
+    "top_p 0.9 in the engine, whose log-probs are renormalized; the policy does not know",
+    "engine",
+)
 def top_p_in_the_engine(engine: Any) -> list[Any]:
     return samples_otherwise(engine, top_p=0.9)
 
 
-@fault("verl#6240", "log-probs that the engine reports are of logits before the temperature", "engine")
+@fault(
+    "verl#6240", "log-probs that the engine reports are of logits before the temperature", "engine"
+)
 def raw_logprobs(engine: Any) -> list[Any]:
-    return [_responses(engine, lambda r: dataclasses.replace(r, logprobs_T=r.logprobs_T * np.float32(0.9)))]
+    return [
+        _responses(
+            engine, lambda r: dataclasses.replace(r, logprobs_T=r.logprobs_T * np.float32(0.9))
+        )
+    ]
 
 
 @fault("trl#2824", "all completions of a prompt are sampled with the same seed", "engine")
@@ -191,9 +237,12 @@ def no_end(engine: Any) -> list[Any]:
         (start, stop) = response.actions[0]
         versions = tuple((v, a, min(b, stop - 1)) for v, a, b in response.versions)
         return dataclasses.replace(
-            response, tokens_S=response.tokens_S[:-1], logprobs_T=response.logprobs_T[:-1],
-            actions=((start, stop - 1),), versions=versions,
-        )  # fmt: skip
+            response,
+            tokens_S=response.tokens_S[:-1],
+            logprobs_T=response.logprobs_T[:-1],
+            actions=((start, stop - 1),),
+            versions=versions,
+        )
 
     return [_responses(engine, cut)]
 
@@ -203,7 +252,8 @@ def all_truncated(engine: Any) -> list[Any]:
     return [_responses(engine, lambda r: dataclasses.replace(r, truncated=True))]
 
 
-# ---- rewards --------------------------------------------------------------------------------------------------------
+# ---- rewards
+# --------------------------------------------------------------------------------------------------
 
 
 @fault("R1-V#146", "the label is that of the prompt before", "engine")
@@ -221,8 +271,10 @@ def label_of_another(engine: Any) -> list[Any]:
 def neighbors_reward(engine: Any) -> list[Any]:
     async def respond(original: Any, *args: Any) -> Any:
         made = await original(*args)
-        return [dataclasses.replace(r, reward=n.reward, score=n.score)
-                for r, n in zip(made, [*made[1:], made[0]], strict=True)]  # fmt: skip
+        return [
+            dataclasses.replace(r, reward=n.reward, score=n.score)
+            for r, n in zip(made, [*made[1:], made[0]], strict=True)
+        ]
 
     return [wrapped_async(engine.executor, "respond", respond)]
 
@@ -270,7 +322,12 @@ def shifted_groups(loop: Any) -> list[Any]:
 
 @fault("Seg-Zero#104", "no division by the deviation of a group", "driver")
 def no_deviation(loop: Any) -> list[Any]:
-    return [_advantages(loop, lambda a_B, r_B: (r_B.view(-1, 8) - r_B.view(-1, 8).mean(1, keepdim=True)).view(-1))]
+    return [
+        _advantages(
+            loop,
+            lambda a_B, r_B: (r_B.view(-1, 8) - r_B.view(-1, 8).mean(1, keepdim=True)).view(-1),
+        )
+    ]
 
 
 @fault("tt-metal#46548", "advantages belong to other rows than log-probs", "driver")
@@ -289,17 +346,23 @@ def _advantages(loop: Any, change: Callable[..., torch.Tensor]) -> Any:
             made, advantages=made.segments.spread(a_B).to(made.advantages.dtype), seq_advantages=seq
         )
 
-    return wrapped_method(type(loop.experience.algorithm), "shape", lambda original, self, batch: shape(
-        lambda b: original(self, b), batch))  # fmt: skip
+    return wrapped_method(
+        type(loop.experience.algorithm),
+        "shape",
+        lambda original, self, batch: shape(lambda b: original(self, b), batch),
+    )
 
 
-# ---- log-probs ------------------------------------------------------------------------------------------------------
+# ---- log-probs
+# --------------------------------------------------------------------------------------------------
 
 
 def head_otherwise(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
-    return wrapped_method(MegatronPolicy, "_head_arguments", lambda original, *args: change(original(*args)))
+    return wrapped_method(
+        MegatronPolicy, "_head_arguments", lambda original, *args: change(original(*args))
+    )
 
 
 @fault("trl#3029", "the policy scores at temperature 1", "rank")
@@ -309,7 +372,9 @@ def no_temperature(actor: Any) -> list[Any]:
 
 @fault("prime-rl#1525", "log-probs are of the token before", "rank")
 def shifted_by_one(actor: Any) -> list[Any]:
-    return [head_otherwise(lambda arguments: arguments | {"target_T": arguments["target_T"].roll(1)})]
+    return [
+        head_otherwise(lambda arguments: arguments | {"target_T": arguments["target_T"].roll(1)})
+    ]
 
 
 @fault("arXiv 2506.13585", "the output layer computes in bf16", "rank")
@@ -341,7 +406,10 @@ def packs_leak(actor: Any) -> list[Any]:
     def packs(original: Any, part: Any, fusion: Any) -> Any:
         ends = part.boundaries
         merged = torch.stack([ends[0], ends[-1]])
-        return original(dataclasses.replace(part, boundaries=merged, slots=(sum(part.slots),), shared=None), fusion)
+        return original(
+            dataclasses.replace(part, boundaries=merged, slots=(sum(part.slots),), shared=None),
+            fusion,
+        )
 
     return [wrapped(schedule, "packed_sequences", packs), _no_shared_prompts(actor)]
 
@@ -360,8 +428,15 @@ def wrong_positions(actor: Any) -> list[Any]:
 def _no_shared_prompts(actor: Any) -> Any:
     from openrlhf_ext.megatron.step.schedule import Schedule
 
-    return patch.object(Schedule, "_pack_shape", property(lambda self, old=Schedule._pack_shape: dataclasses.replace(
-        old.fget(self), shares_prompts=False)))  # fmt: skip
+    return patch.object(
+        Schedule,
+        "_pack_shape",
+        property(
+            lambda self, old=Schedule._pack_shape: dataclasses.replace(
+                old.fget(self), shares_prompts=False
+            )
+        ),
+    )
 
 
 @fault("JustRL#5", "entropies are not put back into the order of the batch", "driver")
@@ -373,16 +448,24 @@ def entropies_in_another_order(loop: Any) -> list[Any]:
     return [wrapped(loop.experience, "_of_rows", rows)]
 
 
-# ---- loss and gradient ----------------------------------------------------------------------------------------------
+# ---- loss and gradient
+# ----------------------------------------------------------------------------------------------
 
 
 def loss_otherwise(change: Callable[[Any, Any], float]) -> list[Any]:
-    """The loss of a micro-batch times ``change(part, shaped)``, by the weights of its completions."""
+    """The loss of a micro-batch times ``change(part, shaped)``, by the weights of its
+    completions."""
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
     def loss(original: Any, self: Any, part: Any, states: Any, shaped: Any, algorithm: Any) -> Any:
         factor = change(part, shaped)
-        return original(self, part, states, dataclasses.replace(shaped, weights=shaped.weights * factor), algorithm)
+        return original(
+            self,
+            part,
+            states,
+            dataclasses.replace(shaped, weights=shaped.weights * factor),
+            algorithm,
+        )
 
     return [wrapped_method(MegatronPolicy, "_loss", loss)]
 
@@ -456,30 +539,43 @@ def _without_first(mini: Any) -> Any:
 
 @fault("slime#774", "old log-probs are not those of the batch", "rank")
 def old_logprobs_of_others(actor: Any) -> list[Any]:
-    return [_shards(actor, lambda mini: dataclasses.replace(mini, old_logprobs=mini.old_logprobs.roll(1)))]
+    return [
+        _shards(
+            actor, lambda mini: dataclasses.replace(mini, old_logprobs=mini.old_logprobs.roll(1))
+        )
+    ]
 
 
 @fault("verl#6452", "advantages on the ranks are those of the row before", "rank")
 def advantages_shifted_on_ranks(actor: Any) -> list[Any]:
-    return [_shards(actor, lambda mini: dataclasses.replace(mini, advantages=mini.advantages.roll(20)))]
+    return [
+        _shards(actor, lambda mini: dataclasses.replace(mini, advantages=mini.advantages.roll(20)))
+    ]
 
 
 def _shards(actor: Any, change: Callable[[Any], Any]) -> Any:
     def take(original: Any, shard: Any) -> Any:
-        return original(dataclasses.replace(shard, mini_batches=[change(mini) for mini in shard.mini_batches]))
+        return original(
+            dataclasses.replace(shard, mini_batches=[change(mini) for mini in shard.mini_batches])
+        )
 
     return wrapped(actor, "take_shard", take)
 
 
-# ---- optimizer ------------------------------------------------------------------------------------------------------
+# ---- optimizer
+# --------------------------------------------------------------------------------------------------
 
 
 def frozen(actor: Any, part: str) -> Any:
     """Parameters whose name has ``part`` are after an optimizer step what they were before it."""
 
     def step(original: Any, *args: Any) -> Any:
-        kept = [(p, p.detach().clone()) for chunk in actor.policy.chunks
-                for name, p in chunk.named_parameters() if part in name]  # fmt: skip
+        kept = [
+            (p, p.detach().clone())
+            for chunk in actor.policy.chunks
+            for name, p in chunk.named_parameters()
+            if part in name
+        ]
         made = original(*args)
         with torch.no_grad():
             for parameter, values in kept:
@@ -616,16 +712,24 @@ def data_begin_anew(loop: Any) -> list[Any]:
     return [wrapped_method(type(loop.rollouts.prompts), "load_state_dict", load)]
 
 
-# ---- adapters -------------------------------------------------------------------------------------------------------
+# ---- adapters
+# --------------------------------------------------------------------------------------------------
 
 
 def adapter_otherwise(engine: Any, change: Callable[[dict, dict], dict]) -> Any:
     return [loads_otherwise(engine, change)]
 
 
-@fault("unsloth#8701", "rollouts come from the base: the adapter is never attached", "engine", lab="lora")
+@fault(
+    "unsloth#8701",
+    "rollouts come from the base: the adapter is never attached",
+    "engine",
+    lab="lora",
+)
 def no_adapter(engine: Any) -> list[Any]:
-    return adapter_otherwise(engine, lambda sent, _: {name: torch.zeros_like(t) for name, t in sent.items()})
+    return adapter_otherwise(
+        engine, lambda sent, _: {name: torch.zeros_like(t) for name, t in sent.items()}
+    )
 
 
 @fault("ms-swift#9855", "rollouts come from the adapter before", "engine", lab="lora")
@@ -635,5 +739,9 @@ def old_adapter(engine: Any) -> list[Any]:
 
 @fault("unsloth-zoo#941", "an adapter is scaled once more at every update", "engine", lab="lora")
 def adapter_scaled_again(engine: Any) -> list[Any]:
-    return adapter_otherwise(engine, lambda sent, _: {
-        name: tensor * 2 if "lora_B" in name else tensor for name, tensor in sent.items()})  # fmt: skip
+    return adapter_otherwise(
+        engine,
+        lambda sent, _: {
+            name: tensor * 2 if "lora_B" in name else tensor for name, tensor in sent.items()
+        },
+    )

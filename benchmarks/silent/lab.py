@@ -1,8 +1,11 @@
-"""Many short runs on one set of Ray actors: each begins with the same weights, a fault may be put into one of them.
+"""Many short runs on one set of Ray actors: each begins with the same weights, a fault may be put
+into one of them.
 
-A trial is a run of ``STEPS`` steps of its own seed, which shuffles the prompts and draws the completions. Before step
-``FAULTY_FROM`` + 1 a fault is put into the processes where it lives: functions are replaced in them, as a bug in the
-code would have it. Afterwards it is taken out again, ranks load the first weights and states, and the engine gets them.
+A trial is a run of ``STEPS`` steps of its own seed, which shuffles the prompts and draws the
+completions. Before step
+``FAULTY_FROM`` + 1 a fault is put into the processes where it lives: functions are replaced in
+them, as a bug in the code would have it. Afterwards it is taken out again, ranks load the first
+weights and states, and the engine gets them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ STEPS, FAULTY_FROM, SAMPLES = 8, 3, 8
 ROOT = Path(__file__).parents[2]
 
 Patches = Callable[[Any], list[Any]]
-"""Gets the actor that it is called in (the loop, in the driver); returns context managers, which are entered."""
+"""Gets the actor that it is called in (the loop, in the driver); returns context managers, which
+are entered."""
 
 
 class _Spoiled:
@@ -60,9 +64,9 @@ class SpoiledEngine(_Spoiled, RolloutEngine):
 
 @dataclass(frozen=True)
 class Fault:
-    """A published bug: ``issue`` is where, ``what`` it does. ``at`` is the process that it lives in: rank, engine, or
-    driver; of the lab ``sft`` data, which has it from the first step on, or rank. ``resumes``: it happens when a run
-    goes on from a checkpoint."""
+    """A published bug: ``issue`` is where, ``what`` it does. ``at`` is the process that it lives
+    in: rank, engine, or driver; of the lab ``sft`` data, which has it from the first step on, or
+    rank. ``resumes``: it happens when a run goes on from a checkpoint."""
 
     name: str
     issue: str
@@ -85,16 +89,33 @@ class Outcome:
 
 
 OPTIONS: dict[str, object] = {
-    "actor.num_gpus_per_node": 2, "actor.adam.lr": 3e-4, "actor.lr_scheduler": "constant_with_warmup",
-    "actor.lr_warmup_steps": 3, "megatron.param_dtype": "fp32", "vllm.num_engines": 1, "vllm.kv_cache_mib": 128,
+    "actor.num_gpus_per_node": 2,
+    "actor.adam.lr": 3e-4,
+    "actor.lr_scheduler": "constant_with_warmup",
+    "actor.lr_warmup_steps": 3,
+    "megatron.param_dtype": "fp32",
+    "vllm.num_engines": 1,
+    "vllm.kv_cache_mib": 128,
     "vllm.enable_prefix_caching": "true",
-    "algo.advantage.estimator": "grpo", "algo.kl.init_coef": 0.01, "algo.kl.use_loss": "true",
-    "algo.kl.estimator": "k3", "rollout.batch_size": 16, "rollout.n_samples_per_prompt": SAMPLES,
-    "rollout.temperature": 0.9, "rollout.max_new_tokens": 48, "rollout.micro_batch_size": 32,
-    "train.batch_size": 16 * SAMPLES, "train.micro_batch_size": 16, "train.full_determinism_enable": "true",
-    "data.input_key": "question", "data.label_key": "answer", "data.max_len": 96, "eval.steps": -1,
-    "ckpt.save_steps": -1, "algo.old_logprobs": "policy",
-}  # fmt: skip
+    "algo.advantage.estimator": "grpo",
+    "algo.kl.init_coef": 0.01,
+    "algo.kl.use_loss": "true",
+    "algo.kl.estimator": "k3",
+    "rollout.batch_size": 16,
+    "rollout.n_samples_per_prompt": SAMPLES,
+    "rollout.temperature": 0.9,
+    "rollout.max_new_tokens": 48,
+    "rollout.micro_batch_size": 32,
+    "train.batch_size": 16 * SAMPLES,
+    "train.micro_batch_size": 16,
+    "train.full_determinism_enable": "true",
+    "data.input_key": "question",
+    "data.label_key": "answer",
+    "data.max_len": 96,
+    "eval.steps": -1,
+    "ckpt.save_steps": -1,
+    "algo.old_logprobs": "policy",
+}
 LABS: dict[str, dict[str, object]] = {
     "full": {},
     "tensor": {"megatron.tensor_parallel_size": 2},
@@ -104,18 +125,30 @@ LABS: dict[str, dict[str, object]] = {
 
 
 class Lab:
-    """Engine and ranks of runs whose options differ in what the driver alone reads: seed, folders, corridor."""
+    """Engine and ranks of runs whose options differ in what the driver alone reads: seed, folders,
+    corridor."""
 
     def __init__(self, name: str, folder: Path, toy: Path) -> None:
         self.name, self.folder, self.toy = name, folder, toy
 
     def config(self, seed: int, out: Path, **more: object) -> RunConfig:
-        options = OPTIONS | LABS[self.name] | {
-            "actor.model_name_or_path": self.toy / "warm_start", "data.prompt_dataset": self.toy / "data/train.jsonl",
-            "reward.remote_url": ROOT / "examples/python/reward_arithmetic.py", "train.seed": seed,
-            "ckpt.output_dir": out / "policy", "ckpt.path": out / "ckpt", "logger.metrics_path": out / "metrics.jsonl",
-        } | {name.replace("__", "."): value for name, value in more.items()}  # fmt: skip
-        return load_config([word for name, value in options.items() for word in (f"--{name}", str(value))])
+        options = (
+            OPTIONS
+            | LABS[self.name]
+            | {
+                "actor.model_name_or_path": self.toy / "warm_start",
+                "data.prompt_dataset": self.toy / "data/train.jsonl",
+                "reward.remote_url": ROOT / "examples/python/reward_arithmetic.py",
+                "train.seed": seed,
+                "ckpt.output_dir": out / "policy",
+                "ckpt.path": out / "ckpt",
+                "logger.metrics_path": out / "metrics.jsonl",
+            }
+            | {name.replace("__", "."): value for name, value in more.items()}
+        )
+        return load_config(
+            [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Lab]:
@@ -123,7 +156,9 @@ class Lab:
         processes.PolicyActor, launch.RolloutEngine = SpoiledRank, SpoiledEngine  # type: ignore[misc]
         base = self.config(1, self.folder / "base")
         ranks = base.training_ranks
-        with RaySession(policy_ranks=ranks, engines=1, env=settings.worker_env(base), verbose=False) as session:
+        with RaySession(
+            policy_ranks=ranks, engines=1, env=settings.worker_env(base), verbose=False
+        ) as session:
             self.parts = job.build_parts(base, session, EventLog())
             self.ranks = job.callers(self.parts.trained)["policy"]
             self.first = self.folder / "first"
@@ -137,7 +172,9 @@ class Lab:
         parts.supervisor._events = events
         return job.build_loop(config, parts)
 
-    def trial(self, seed: int, fault: Fault | None = None, steps: int = STEPS, **more: object) -> Outcome:
+    def trial(
+        self, seed: int, fault: Fault | None = None, steps: int = STEPS, **more: object
+    ) -> Outcome:
         """A run with or without a fault; what it was built of is as before when it returns."""
         out, began, error = self.folder / "trial", time.monotonic(), None
         shutil.rmtree(out, ignore_errors=True)
@@ -157,7 +194,9 @@ class Lab:
             finally:
                 self._heal(fault)
                 loop.close_logs()
-        records = [record for record in read_metrics(out / "metrics.jsonl") if "reward/mean" in record]
+        records = [
+            record for record in read_metrics(out / "metrics.jsonl") if "reward/mean" in record
+        ]
         told = [record for _, record in read_lines(out / "events.jsonl")]
         return Outcome(seed, records, told, error, time.monotonic() - began)
 
@@ -168,14 +207,18 @@ class Lab:
         loop.run()
         loop.take = take  # type: ignore[method-assign]
 
-    def _go_on(self, loop: TrainingLoop, config: RunConfig, fault: Fault | None, at: EventLog) -> TrainingLoop:
+    def _go_on(
+        self, loop: TrainingLoop, config: RunConfig, fault: Fault | None, at: EventLog
+    ) -> TrainingLoop:
         if fault is None or not fault.resumes:
             self._spoil(loop, fault)
             return loop
         loop.checkpointer.save(loop.step, *loop.state())  # type: ignore[union-attr]
         loop.close_logs()
         self._spoil(loop, fault)
-        again = self.config(config.train.seed, Path(config.ckpt.path).parent, ckpt__load_enable="true")
+        again = self.config(
+            config.train.seed, Path(config.ckpt.path).parent, ckpt__load_enable="true"
+        )
         resumed = restore(again, job.callers(self.parts.trained), {}, 60.0, at)
         return self.loop(again, resumed, at)
 
@@ -185,7 +228,10 @@ class Lab:
         if fault.at == "rank":
             self.ranks("spoil", 60.0, patches=fault.patches)
         elif fault.at == "engine":
-            ray.get([engine.spoil.remote(fault.patches) for engine in self.parts.supervisor.engines], timeout=60)
+            ray.get(
+                [engine.spoil.remote(fault.patches) for engine in self.parts.supervisor.engines],
+                timeout=60,
+            )
         else:
             for each in fault.patches(loop):
                 self._driver.enter_context(each)
@@ -196,5 +242,3 @@ class Lab:
             self.ranks("heal", 60.0)
         if fault is not None and fault.at == "engine":
             ray.get([engine.heal.remote() for engine in self.parts.supervisor.engines], timeout=60)
-
-

@@ -1,8 +1,9 @@
 """Published bugs of supervised fine-tuning, and the lab that puts them into runs of ``train_sft``.
 
-A trial is a run of its own, of one rank, in a process that is forked from one that has imported everything. A fault of
-the data is there from the first step on, any other after ``FAULTY_FROM`` steps. One that happens on resume takes a
-second process, which goes on from the first one's checkpoint.
+A trial is a run of its own, of one rank, in a process that is forked from one that has imported
+everything. A fault of the data is there from the first step on, any other after ``FAULTY_FROM``
+steps. One that happens on resume takes a second process, which goes on from the first one's
+checkpoint.
 """
 
 # ruff: noqa: E402  patches come before what they patch
@@ -49,8 +50,9 @@ from openrlhf_ext.sft.turns import Example, ExampleForm
 BATCH, HELD_OUT, MAX_LEN, WARM_STEPS = 16, 32, 208, 80
 FIRST_TOKEN = "<|endoftext|>"  # of every text: the toy's tokenizer has none of its own
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' "
+    "}}{% endif %}"
 )
 OPTIONS: dict[str, object] = {
     "data.input_key": "messages", "data.apply_chat_template": "true", "data.multiturn": "true",
@@ -62,12 +64,14 @@ FAULTS: list[Fault] = []
 _TRIAL_S = 900.0  # on a busy machine
 
 
-# ---- trials ---------------------------------------------------------------------------------------------------------
+# ---- trials
+# --------------------------------------------------------------------------------------------------
 
 
 class Lab:
-    """Runs on chats of the toy's arithmetic, single questions first and then several in a chat, a few of them longer
-    than ``MAX_LEN``. They begin with a model that has seen the template, and other chats, for ``WARM_STEPS`` steps."""
+    """Runs on chats of the toy's arithmetic, single questions first and then several in a chat, a
+    few of them longer than ``MAX_LEN``. They begin with a model that has seen the template, and
+    other chats, for ``WARM_STEPS`` steps."""
 
     def __init__(self, name: str, folder: Path, toy: Path) -> None:
         self.folder, self.toy = folder, toy
@@ -76,7 +80,8 @@ class Lab:
     def opened(self) -> Iterator[Lab]:
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["benchmarks.silent.sft"])
-        if not (self.folder / "warm/model/model.safetensors").exists():  # else the command was stopped
+        # else the command was stopped
+        if not (self.folder / "warm/model/model.safetensors").exists():
             self._warm_up()
         yield self
 
@@ -87,7 +92,12 @@ class Lab:
         about = json.loads((toy / "tokenizer_config.json").read_text())
         (toy / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": FIRST_TOKEN}))
         records, held_out = (
-            iter([json.loads(line) for line in (self.toy / f"data/{name}.jsonl").read_text().splitlines()])
+            iter(
+                [
+                    json.loads(line)
+                    for line in (self.toy / f"data/{name}.jsonl").read_text().splitlines()
+                ]
+            )
             for name in ("train", "heldout")
         )
         _write_chats(records, self.folder / "train.jsonl", STEPS * BATCH)
@@ -95,16 +105,26 @@ class Lab:
         _write_chats(held_out, self.folder / "held_out.jsonl", HELD_OUT)
         out = self.folder / "warm"
         out.mkdir()
-        words = self._words(toy, 1, out, **{"data.dataset": self.folder / "warm.jsonl", "adam.lr": 1e-3})
+        words = self._words(
+            toy, 1, out, **{"data.dataset": self.folder / "warm.jsonl", "adam.lr": 1e-3}
+        )
         if error := self._run(words, "", "with it", out):
             raise RuntimeError(error)
 
     def _words(self, model: Path, seed: int, out: Path, **more: object) -> list[str]:
-        options = OPTIONS | {
-            "model.model_name_or_path": model, "data.dataset": self.folder / "train.jsonl",
-            "eval.dataset": self.folder / "held_out.jsonl", "train.seed": seed, "ckpt.output_dir": out / "model",
-            "ckpt.path": out / "steps", "logger.metrics_path": out / "metrics.jsonl",
-        } | more  # fmt: skip
+        options = (
+            OPTIONS
+            | {
+                "model.model_name_or_path": model,
+                "data.dataset": self.folder / "train.jsonl",
+                "eval.dataset": self.folder / "held_out.jsonl",
+                "train.seed": seed,
+                "ckpt.output_dir": out / "model",
+                "ckpt.path": out / "steps",
+                "logger.metrics_path": out / "metrics.jsonl",
+            }
+            | more
+        )
         return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
     def trial(self, seed: int, fault: Fault | None = None) -> Outcome:
@@ -119,7 +139,8 @@ class Lab:
         error = self._run(words, name, "with it", out)
         records: dict[int, dict[str, Any]] = {}
         metrics = out / "metrics.jsonl"  # none if the examples were refused
-        for record in read_metrics(metrics) if metrics.exists() else ():  # an evaluation has one of its own
+        # an evaluation has one of its own
+        for record in read_metrics(metrics) if metrics.exists() else ():
             if record["step"]:
                 records.setdefault(record["step"], {}).update(record)
         told = [record for _, record in read_lines(out / "events.jsonl")]
@@ -135,7 +156,9 @@ class Lab:
         process.kill()
         process.join()
         if not told.exists():
-            raise RuntimeError(f"a run of {fault or 'no fault'} has not ended or has died: {out / 'log'}")
+            raise RuntimeError(
+                f"a run of {fault or 'no fault'} has not ended or has died: {out / 'log'}"
+            )
         return json.loads(told.read_text())
 
 
@@ -144,9 +167,18 @@ def _write_chats(records: Iterator[dict[str, str]], target: Path, chats: int) ->
     for number in range(chats):
         turns = 1 if number < chats // 2 else 2 + number % 4  # one of four becomes too long
         asked = [next(records) for _ in range(turns)]
-        lines.append(json.dumps({"messages": [
-            {"role": role, "content": record[key]} for record in asked
-            for role, key in (("user", "question"), ("assistant", "answer"))]}) + "\n")  # fmt: skip
+        lines.append(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": role, "content": record[key]}
+                        for record in asked
+                        for role, key in (("user", "question"), ("assistant", "answer"))
+                    ]
+                }
+            )
+            + "\n"
+        )
     target.write_text("".join(lines))
 
 
@@ -195,7 +227,8 @@ def _spoil(stack: contextlib.ExitStack, patches: Patches, run: Any) -> None:
         stack.enter_context(each)
 
 
-# ---- faults of the data ---------------------------------------------------------------------------------------------
+# ---- faults of the data
+# ---------------------------------------------------------------------------------------------
 
 
 def fault(issue: str, what: str, at: str, **more: Any) -> Callable[[Callable], Callable]:
@@ -236,11 +269,18 @@ def beginning_twice(_: Any) -> list[Any]:
 @fault("Megatron-Bridge#4265", "the token that ends an answer is not trained", "data")
 def no_end(_: Any) -> list[Any]:
     # behind an answer that is not the last one the template writes a line end, too
-    return ranges_otherwise(lambda example: [
-        (start, stop - 1 - (stop < len(example.ids))) for start, stop in example.ranges])  # fmt: skip
+    return ranges_otherwise(
+        lambda example: [
+            (start, stop - 1 - (stop < len(example.ids))) for start, stop in example.ranges
+        ]
+    )
 
 
-@fault("open-instruct#1876", "an example that is cut has no end token: the model is taught not to stop", "data")
+@fault(
+    "open-instruct#1876",
+    "an example that is cut has no end token: the model is taught not to stop",
+    "data",
+)
 def no_end_of_cut_examples(_: Any) -> list[Any]:
     def cut(original: Any, form: Any, text: str, spans: Any) -> Any:
         ids, ranges = original(form, text, spans)
@@ -249,7 +289,11 @@ def no_end_of_cut_examples(_: Any) -> list[Any]:
     return [wrapped_method(ExampleForm, "_example", cut)]
 
 
-@fault("verl#601", "examples are cut at their beginning, and what is trained on is not moved with them", "data")
+@fault(
+    "verl#601",
+    "examples are cut at their beginning, and what is trained on is not moved with them",
+    "data",
+)
 def cut_at_the_beginning(_: Any) -> list[Any]:
     def cut(original: Any, form: Any, text: str, spans: Any) -> Any:
         whole, _ = original(dataclasses.replace(form, max_len=10**6), text, spans)
@@ -282,15 +326,24 @@ def first_token_masked(_: Any) -> list[Any]:
 @fault("OpenJarvis#521", "examples are filled up with end tokens, which are trained on", "data")
 def padding_trained(_: Any) -> list[Any]:
     def pad(example: Example) -> Example:
-        ids, (start, _) = example.ids + example.ids[-1:] * (MAX_LEN - len(example.ids)), example.ranges[-1]
-        return dataclasses.replace(example, ids=ids, ranges=[*example.ranges[:-1], (start, MAX_LEN)])
+        ids, (start, _) = (
+            example.ids + example.ids[-1:] * (MAX_LEN - len(example.ids)),
+            example.ranges[-1],
+        )
+        return dataclasses.replace(
+            example, ids=ids, ranges=[*example.ranges[:-1], (start, MAX_LEN)]
+        )
 
     return examples_otherwise(pad)
 
 
 @fault("NeMo-Aligner#29", "the examples are not shuffled", "data")
 def not_shuffled(_: Any) -> list[Any]:
-    return [patch.object(train.Supervised, "_rows", lambda run, step: [*range(step * BATCH, (step + 1) * BATCH)])]
+    return [
+        patch.object(
+            train.Supervised, "_rows", lambda run, step: [*range(step * BATCH, (step + 1) * BATCH)]
+        )
+    ]
 
 
 @fault("OpenRLHF#1089", "the held-out examples are taken from those that are trained on", "data")
@@ -306,7 +359,9 @@ def trains_what_it_evaluates(_: Any) -> list[Any]:
 def some_examples_twice(_: Any) -> list[Any]:
     def read(original: Any, config: Any) -> tuple[SequenceBatch, SequenceBatch]:
         examples, held_out = original(config)
-        return _joined(held_out.select(slice(0, 8)), examples.select(slice(8, len(examples)))), held_out
+        return _joined(
+            held_out.select(slice(0, 8)), examples.select(slice(8, len(examples)))
+        ), held_out
 
     return [wrapped(train, "read_examples", read)]
 
@@ -322,12 +377,17 @@ def _joined(*batches: SequenceBatch) -> SequenceBatch:
     return sequence_batch(sequences, ranges)
 
 
-# ---- faults of the step ---------------------------------------------------------------------------------------------
+# ---- faults of the step
+# ---------------------------------------------------------------------------------------------
 
 
 @fault("transformers#46898", "labels are shifted twice", "rank")
 def labels_shifted_twice(_: Any) -> list[Any]:
-    return [faults.head_otherwise(lambda arguments: arguments | {"target_T": arguments["target_T"].roll(-1)})]
+    return [
+        faults.head_otherwise(
+            lambda arguments: arguments | {"target_T": arguments["target_T"].roll(-1)}
+        )
+    ]
 
 
 @fault("transformers#46634", "examples of a pack see each other", "rank")
@@ -341,10 +401,17 @@ def wrong_positions(run: Any) -> list[Any]:
 
 
 def loss_otherwise(change: Callable[[Any, int], float]) -> list[Any]:
-    """A micro-batch's loss as a mean over ``change(part, tokens)`` tokens, ``tokens`` being those of the whole step."""
+    """A micro-batch's loss as a mean over ``change(part, tokens)`` tokens, ``tokens`` being those
+    of the whole step."""
 
     def loss(original: Any, policy: Any, part: Any, states: Any, shaped: Any, *more: Any) -> Any:
-        return original(policy, part, states, dataclasses.replace(shaped, tokens=change(part, shaped.tokens)), *more)
+        return original(
+            policy,
+            part,
+            states,
+            dataclasses.replace(shaped, tokens=change(part, shaped.tokens)),
+            *more,
+        )
 
     return [wrapped_method(MegatronPolicy, "_loss", loss)]
 
@@ -361,7 +428,13 @@ def times_micro_batches(_: Any) -> list[Any]:
 
 @fault("labs-molt#56", "the reported loss is the share of one micro-batch", "rank")
 def reports_a_share(run: Any) -> list[Any]:
-    return [wrapped(run.policy.schedule, "sum_metrics", lambda original, losses, *more: original(losses[-1:], *more))]
+    return [
+        wrapped(
+            run.policy.schedule,
+            "sum_metrics",
+            lambda original, losses, *more: original(losses[-1:], *more),
+        )
+    ]
 
 
 @fault("Model-Optimizer#2322", "norms never move: their steps are lost in bf16", "rank")
@@ -374,12 +447,15 @@ def another_learning_rate(run: Any) -> list[Any]:
     return faults.another_learning_rate(run)
 
 
-@fault("transformers#24088", "the schedule of the learning rate moves once for every process", "rank")
+@fault(
+    "transformers#24088", "the schedule of the learning rate moves once for every process", "rank"
+)
 def schedule_too_fast(run: Any) -> list[Any]:
     return [wrapped(run.policy.scheduler, "step", lambda original, steps: original(2 * steps))]
 
 
-# ---- faults of going on ---------------------------------------------------------------------------------------------
+# ---- faults of going on
+# ---------------------------------------------------------------------------------------------
 
 
 def after_loading(change: Callable[[Any], None]) -> list[Any]:
@@ -402,4 +478,8 @@ def weights_rounded_on_resume(_: Any) -> list[Any]:
 
 @fault("prime-rl#745", "the examples begin anew when a run goes on", "rank", resumes=True)
 def examples_begin_anew(_: Any) -> list[Any]:
-    return [wrapped_method(train.Supervised, "_rows", lambda original, run, step: original(run, step - FAULTY_FROM))]
+    return [
+        wrapped_method(
+            train.Supervised, "_rows", lambda original, run, step: original(run, step - FAULTY_FROM)
+        )
+    ]

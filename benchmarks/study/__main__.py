@@ -4,9 +4,10 @@
     bash examples/scripts/study.sh configs/studies/claims.yaml --plan
     bash examples/scripts/study.sh configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
 
-The same command goes on where it was ended, killed or not; runs that failed are tried again. Results in
-runs/studies/NAME: runs.jsonl (a line for each run), cells.csv, table.md, figures, study.html. docs/science.md says
-more. Exit status: 0; 1 if a run failed; 2 if the study is wrong; 130 after Ctrl-C.
+The same command goes on where it was ended, killed or not; runs that failed are tried again.
+Results in runs/studies/NAME: runs.jsonl (a line for each run), cells.csv, table.md, figures,
+study.html. docs/science.md says more. Exit status: 0; 1 if a run failed; 2 if the study is wrong;
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -54,10 +55,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("study", __doc__.split("\n")[0])
     parser.prog = "bash examples/scripts/study.sh"
     add = parser.add_argument
-    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time (default: the cores)")
-    add("--device", default="cpu", choices=["cpu", "cuda"], help="of the models; several runs share a GPU")
-    add("--only", nargs="+", default=[], metavar="CELL", help="these cells; the report has all that are there")
+    add(
+        "study",
+        nargs="?",
+        type=Path,
+        metavar="STUDY.yaml",
+        help="what to compare: configs/studies has some",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at a time (default: the cores)",
+    )
+    add(
+        "--device",
+        default="cpu",
+        choices=["cpu", "cuda"],
+        help="of the models; several runs share a GPU",
+    )
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CELL",
+        help="these cells; the report has all that are there",
+    )
     instead = parser.add_mutually_exclusive_group().add_argument
     instead(
         "--plan",
@@ -67,9 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     instead(
         "--probe",
         metavar="CELL",
-        help="instead of runs: the angles between the gradients of all methods of its task and that of this cell",
+        help="instead of runs: the angles between the gradients of all methods of its task and "
+        "that of this cell",
     )
-    instead("--report", action="store_true", help="run nothing; write tables and figures of the rows that are there")
+    instead(
+        "--report",
+        action="store_true",
+        help="run nothing; write tables and figures of the rows that are there",
+    )
     add("--out", type=Path, help="folder of rows and results (default: runs/studies/NAME)")
     add("--run", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -82,7 +110,8 @@ def _study(arguments: argparse.Namespace) -> int:
 
     if arguments.study is None or arguments.workers < 1:
         raise StudyError(
-            f"give a STUDY.yaml, and --workers of 1 or more; got {arguments.study} and {arguments.workers}"
+            f"give a STUDY.yaml, and --workers of 1 or more; got {arguments.study} and "
+            f"{arguments.workers}"
         )
     study = read_study(arguments.study)
     arms = only(study, arguments.only)
@@ -97,7 +126,17 @@ def _study(arguments: argparse.Namespace) -> int:
             from benchmarks.study.probe import probe  # needs transformers
 
             workers, device = arguments.workers, arguments.device
-            _print(probe(study, arms, arguments.probe, places, workers=workers, device=device, told=_print))
+            _print(
+                probe(
+                    study,
+                    arms,
+                    arguments.probe,
+                    places,
+                    workers=workers,
+                    device=device,
+                    told=_print,
+                )
+            )
             return 0
         failed = 0
         tried: set[Run] = set()
@@ -110,7 +149,13 @@ def _study(arguments: argparse.Namespace) -> int:
                 break
             _print(f"{there} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
             failed += execute(
-                study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print
+                study,
+                left,
+                places,
+                rows,
+                workers=arguments.workers,
+                device=arguments.device,
+                told=_print,
             )
             tried.update(runs)  # when the best learning rates are known, there are further ones
     finally:

@@ -1,9 +1,10 @@
-"""Sampling with a plain transformers model: every prompt is read once, and completions that have ended leave the batch.
+"""Sampling with a plain transformers model: every prompt is read once, and completions that have
+ended leave the batch.
 
 ``generate`` keeps every row until the last one has ended, and says nothing of entropies.
 
-Shape suffixes: Q = prompts, B = completions, A = those that go on, P = longest prompt, T = longest completion, V =
-vocabulary, N = tokens of all completions.
+Shape suffixes: Q = prompts, B = completions, A = those that go on, P = longest prompt, T = longest
+completion, V = vocabulary, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def decode(
     cache = DynamicCache(config=model.config)
     logits_AV, mask_AP = _read(model, prompts, cache)
     cache.batch_repeat_interleave(samples)
-    logits_AV, mask_AP = logits_AV.repeat_interleave(samples, 0), mask_AP.repeat_interleave(samples, 0)
+    logits_AV, mask_AP = (
+        logits_AV.repeat_interleave(samples, 0),
+        mask_AP.repeat_interleave(samples, 0),
+    )
     place_A = mask_AP.sum(1)
     tokens_BT = torch.full((len(logits_AV), max_new_tokens), eos, device=device)
     entropies_BT = torch.zeros(tokens_BT.shape, device=device)
@@ -87,7 +91,9 @@ def decode(
         logprobs_AV = (logits_AV.float() / (temperature or 1.0)).log_softmax(-1)
         chances_AV = logprobs_AV.exp()
         drawn_A = (
-            chances_AV.argmax(-1) if temperature == 0 else torch.multinomial(chances_AV, 1, generator=generator)[:, 0]
+            chances_AV.argmax(-1)
+            if temperature == 0
+            else torch.multinomial(chances_AV, 1, generator=generator)[:, 0]
         )
         tokens_BT[alive_A, t] = drawn_A
         entropies_BT[alive_A, t] = -(chances_AV * logprobs_AV).sum(-1).clamp(max=0.0)
@@ -99,25 +105,44 @@ def decode(
             break
         if len(kept) < len(alive_A):
             cache.batch_select_indices(kept)
-            alive_A, drawn_A, place_A, mask_AL = alive_A[kept], drawn_A[kept], place_A[kept], mask_AL[kept]
+            alive_A, drawn_A, place_A, mask_AL = (
+                alive_A[kept],
+                drawn_A[kept],
+                place_A[kept],
+                mask_AL[kept],
+            )
         logits_AV = model(
-            input_ids=drawn_A[:, None], position_ids=place_A[:, None], past_key_values=cache, use_cache=True,
+            input_ids=drawn_A[:, None],
+            position_ids=place_A[:, None],
+            past_key_values=cache,
+            use_cache=True,
             attention_mask=mask_AL[:, : longest + t + 1],
-        ).logits[:, -1]  # fmt: skip
+        ).logits[:, -1]
         place_A = place_A + 1
     drawn_BT = torch.arange(max_new_tokens, device=device) < lengths_B[:, None]
-    rows = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)]
+    rows = [
+        row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)
+    ]
     return Sampled(rows, entropies_BT[drawn_BT].cpu(), truncated_B.cpu())
 
 
 def _read(model: Any, prompts: Sequence[list[int]], cache: DynamicCache) -> tuple[Tensor, Tensor]:
-    """Fills the cache: (Q, V) logits behind each prompt, and the (Q, P) mask of its tokens, which stand right."""
+    """Fills the cache: (Q, V) logits behind each prompt, and the (Q, P) mask of its tokens, which
+    stand right."""
     longest = max(map(len, prompts))
-    ids_QP = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=model.device)
-    mask_QP = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
+    ids_QP = torch.tensor(
+        [[0] * (longest - len(ids)) + ids for ids in prompts], device=model.device
+    )
+    mask_QP = torch.tensor(
+        [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device
+    )
     places_QP = (mask_QP.cumsum(1) - 1).clamp(min=0)
     output = model(
-        input_ids=ids_QP, attention_mask=mask_QP, position_ids=places_QP, past_key_values=cache, use_cache=True,
+        input_ids=ids_QP,
+        attention_mask=mask_QP,
+        position_ids=places_QP,
+        past_key_values=cache,
+        use_cache=True,
         logits_to_keep=1,
-    )  # fmt: skip
+    )
     return output.logits[:, -1], mask_QP

@@ -35,8 +35,8 @@ class Job:
 
 
 def run_jobs(jobs: list[Job], workers: int) -> None:
-    """In order, those that wait for another one later; ends all processes if this one is interrupted, or told to end
-    (SIGTERM, SIGHUP: SystemExit with 128 + n)."""
+    """In order, those that wait for another one later; ends all processes if this one is
+    interrupted, or told to end (SIGTERM, SIGHUP: SystemExit with 128 + n)."""
     with _told_to_end():
         _run_jobs(jobs, workers)
 
@@ -48,7 +48,11 @@ def _told_to_end() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)  # the jobs have to be ended
         sys.exit(128 + number)
 
-    heard = [signal.SIGTERM, signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [signal.SIGTERM]
+    heard = (
+        [signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        else [signal.SIGTERM]
+    )
     before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
@@ -92,11 +96,17 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     # one thread: as many runs as cores
     environment = (
-        {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | dict(os.environ) | job.environment
+        {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        | dict(os.environ)
+        | job.environment
     )
     with job.log.open("wb") as log:
         return subprocess.Popen(
-            job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            job.command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 

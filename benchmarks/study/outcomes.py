@@ -15,9 +15,11 @@ Row = Mapping[str, Any]
 
 
 def outcome(row: Row, name: str) -> float:
-    """An outcome of a run; NaN where it has none (entropy of wrong completions, of which there are none).
+    """An outcome of a run; NaN where it has none (entropy of wrong completions, of which there are
+    none).
 
-    ``start/NAME`` and ``last/NAME`` are numbers of the evaluation before the first and after the last step.
+    ``start/NAME`` and ``last/NAME`` are numbers of the evaluation before the first and after the
+    last step.
 
     Raises:
         KeyError: there is no such outcome.
@@ -32,7 +34,9 @@ def outcome(row: Row, name: str) -> float:
 
 def is_outcome(name: str) -> bool:
     """Whether there may be such an outcome."""
-    return name in OUTCOMES or (name.partition("/")[0] in ("start", "last") and bool(name.partition("/")[2]))
+    return name in OUTCOMES or (
+        name.partition("/")[0] in ("start", "last") and bool(name.partition("/")[2])
+    )
 
 
 def _mean_accuracy(row: Row) -> float:
@@ -44,7 +48,8 @@ def _lowest_pass_8(row: Row) -> float:
 
 
 def _switch_step(row: Row) -> float:
-    """First step at which fewer than half of the completions are short; one more than there are, if there is none."""
+    """First step at which fewer than half of the completions are short; one more than there are, if
+    there is none."""
     short = row["steps"]["short"]
     return float(next((step for step, share in enumerate(short, 1) if share < 0.5), len(short) + 1))
 
@@ -58,7 +63,8 @@ def _collapsed(name: str) -> Callable[[Row], float]:
     def collapsed(row: Row) -> float:
         """1 if the last evaluation is below 0.7 of the best one; else 0.
 
-        Not of rollouts: a step of a few prompts is far above or below what the policy can; the best of many is luck.
+        Not of rollouts: a step of a few prompts is far above or below what the policy can; the best
+        of many is luck.
         """
         curve = _curve(row, name)
         return float(curve[-1] < _STAYS * max(curve)) if curve else math.nan
@@ -71,7 +77,8 @@ def _lowest_entropy(row: Row) -> float:
 
 
 def _entropy_rebound(row: Row) -> float:
-    """How far entropy ends above its lowest, both averaged over five steps; 0 where it only falls."""
+    """How far entropy ends above its lowest, both averaged over five steps; 0 where it only
+    falls."""
     entropy = smoothed(row["steps"]["entropy"])
     return entropy[-1] - min(entropy)
 

@@ -37,20 +37,28 @@ def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, dev
         seeds = len({run.seed for run in left})
         total += len(left) * seconds + seeds * policy_s
         lines.append(
-            f"task {name}, {backend}: {len(left)} runs of about {seconds:.0f} s, {seeds} policies of {policy_s:.0f} s"
+            f"task {name}, {backend}: {len(left)} runs of about {seconds:.0f} s, {seeds} "
+            f"policies of {policy_s:.0f} s"
         )
     lines.append(f"about {total / workers / 60:.0f} minutes with {workers} workers")
     return "\n".join([*lines, *_seen(study, list(done.values()))])
 
 
 def _trial(study: Study, run: Run, places: Places, device: str) -> tuple[float, float]:
-    """Seconds of a run, and of the policy of a seed (0 if it is there, or needs none), by a run of a few steps."""
+    """Seconds of a run, and of the policy of a seed (0 if it is there, or needs none), by a run of
+    a few steps."""
     task = study.task_of(run.arm.cell)
     evaluation = task.evaluation.model_copy(
-        update={"every": _TRIAL_STEPS, "problems": _TRIAL_PROBLEMS, "last_problems": _TRIAL_PROBLEMS}
+        update={
+            "every": _TRIAL_STEPS,
+            "problems": _TRIAL_PROBLEMS,
+            "last_problems": _TRIAL_PROBLEMS,
+        }
     )
     short = task.model_copy(update={"steps": _TRIAL_STEPS, "evaluation": evaluation})
-    trial = study.model_copy(update={"tasks": {**study.tasks, study.cells[run.arm.cell].task: short}})
+    trial = study.model_copy(
+        update={"tasks": {**study.tasks, study.cells[run.arm.cell].task: short}}
+    )
     told: list[str] = []
     with tempfile.TemporaryDirectory(dir=places.folder, prefix=".trial-") as folder:
         inside = Places(Path(folder))
@@ -70,14 +78,19 @@ def _trial(study: Study, run: Run, places: Places, device: str) -> tuple[float, 
     middle = math.ceil(task.steps / task.evaluation.every) * task.evaluation.problems
     start = row["seconds"] - sum(steps) - first["seconds"] - last["seconds"]
     seconds = (
-        start + task.steps * sum(steps[1:]) / len(steps[1:]) + (middle + task.evaluation.last_problems) * of_problem
+        start
+        + task.steps * sum(steps[1:]) / len(steps[1:])
+        + (middle + task.evaluation.last_problems) * of_problem
     )
-    policy_s = next((float(line.split("(policy)")[1].split()[0]) for line in told if "(policy)" in line), 0.0)
+    policy_s = next(
+        (float(line.split("(policy)")[1].split()[0]) for line in told if "(policy)" in line), 0.0
+    )
     return seconds, policy_s
 
 
 def _seen(study: Study, rows: Sequence[dict]) -> list[str]:
-    """The differences that the contrasts see in four of five studies, by the deviation of the rows that are there."""
+    """The differences that the contrasts see in four of five studies, by the deviation of the rows
+    that are there."""
     primary = sum(contrast.role == "primary" for contrast in study.contrasts.values())
     lines = []
     for judgment in judge(study, rows):
@@ -86,12 +99,18 @@ def _seen(study: Study, rows: Sequence[dict]) -> list[str]:
         known = judgment.estimate
         size = detectable(1.0, seeds, primary if contrast.role == "primary" else 1)
         if math.isinf(size):
-            lines.append(f"{judgment.name}: {seeds} seeds are too few to see any difference of {contrast.outcome}")
+            lines.append(
+                f"{judgment.name}: {seeds} seeds are too few to see any difference of "
+                f"{contrast.outcome}"
+            )
             continue
         sees = f"{size:.2f} standard deviations"
         if known is not None and known.count > 2:
             sees = (
-                f"{size * known.deviation:.3g} (standard deviation {known.deviation:.3g} of {known.count} seeds so far)"
+                f"{size * known.deviation:.3g} (standard deviation {known.deviation:.3g} of "
+                f"{known.count} seeds so far)"
             )
-        lines.append(f"{judgment.name}: {seeds} seeds see a difference of {contrast.outcome} of {sees}")
+        lines.append(
+            f"{judgment.name}: {seeds} seeds see a difference of {contrast.outcome} of {sees}"
+        )
     return lines

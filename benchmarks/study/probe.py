@@ -1,6 +1,7 @@
 """What methods make of the same completions: the angles between their gradients.
 
-Before clipping and Adam. How near two gradients of one method come on two rollouts says how much of an angle is chance.
+Before clipping and Adam. How near two gradients of one method come on two rollouts says how much of
+an angle is chance.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ def probe(
     device: str,
     told: Callable[[str], None],
 ) -> str:
-    """The cosine of every method's gradient to that of ``cell``, on the rollouts of the latter, as a table.
+    """The cosine of every method's gradient to that of ``cell``, on the rollouts of the latter, as
+    a table.
 
-    At the start and after half of the steps, which are those of ``cell``; every seed of its task. Cells with backend
+    At the start and after half of the steps, which are those of ``cell``; every seed of its task.
+    Cells with backend
     ``stack`` are left out; of a cell with several learning rates the first is taken.
 
     Args:
@@ -53,15 +56,24 @@ def probe(
     for seed in range(task.seeds):
         what = f"probe-{cell}-s{seed}"
         given = {
-            "kind": "probe", "reference": cell, "cells": chosen, "seed": seed, "device": device,
-            "at": [0, task.steps // 2], "steps": task.steps,
-        }  # fmt: skip
+            "kind": "probe",
+            "reference": cell,
+            "cells": chosen,
+            "seed": seed,
+            "device": device,
+            "at": [0, task.steps // 2],
+            "steps": task.steps,
+        }
         maker = maker_job(study, name, seed, places, told)
-        job = assigned_job(study, name, seed, places, what, given, _keeper(found, seed, what, places, told), maker)
+        job = assigned_job(
+            study, name, seed, places, what, given, _keeper(found, seed, what, places, told), maker
+        )
         jobs += [job] if maker is None else [maker, job]
     run_jobs(jobs, workers)
     if len(found) < task.seeds:
-        raise StudyError(f"the probe of {task.seeds - len(found)} seeds failed; logs: {places.log('probe-*')}")
+        raise StudyError(
+            f"the probe of {task.seeds - len(found)} seeds failed; logs: {places.log('probe-*')}"
+        )
     about = {"reference": cell, "commit": commit(), "hardware": hardware(device)}
     (places.folder / RESULTS).write_text(json.dumps(about | {"seeds": found}, indent=1))
     return _table(cell, [row for rows in found.values() for row in rows])
@@ -70,7 +82,9 @@ def probe(
 def _chosen(study: Study, arms: Sequence[Arm], cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """The task of a cell, its options, and those of the arms on the task that can be probed."""
     if cell not in study.cells or study.cells[cell].backend != "local":
-        raise StudyError(f"--probe must name a cell with backend local ({', '.join(study.cells)}), got {cell}")
+        raise StudyError(
+            f"--probe must name a cell with backend local ({', '.join(study.cells)}), got {cell}"
+        )
     name = study.cells[cell].task
     options: dict[str, dict[str, Any]] = {}
     for arm in study.arms:
@@ -96,14 +110,23 @@ def _keeper(
 def _table(cell: str, rows: Sequence[Row]) -> str:
     steps = sorted({row["step"] for row in rows})
     heads = [f"step {step}: cosine | norm" for step in steps]
-    lines = [f"| gradient beside that of {cell} | {' | '.join(heads)} |", "|---" * (1 + 2 * len(steps)) + "|"]
+    lines = [
+        f"| gradient beside that of {cell} | {' | '.join(heads)} |",
+        "|---" * (1 + 2 * len(steps)) + "|",
+    ]
     for name in dict.fromkeys(row["cell"] for row in rows):
         numbers: list[str] = []
         for step in steps:
             own = [row for row in rows if (row["cell"], row["step"]) == (name, step)]
             numbers += [_mean(own, "cosine"), _mean(own, "norm")]
         lines.append(f"| {name} | {' | '.join(numbers)} |")
-    return "\n".join([*lines, "", "Means over seeds [95 % interval]; norm: over that of the other; -: one is zero."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Means over seeds [95 % interval]; norm: over that of the other; -: one is zero.",
+        ]
+    )
 
 
 def _mean(rows: Sequence[Row], key: str) -> str:
@@ -112,10 +135,14 @@ def _mean(rows: Sequence[Row], key: str) -> str:
         return "-"
     found = estimate(values)
     low, high = found.interval
-    return f"{found.mean:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(low) else f"{found.mean:.3f}"  # of few seeds
+    # of few seeds
+    return (
+        f"{found.mean:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(low) else f"{found.mean:.3f}"
+    )
 
 
-# ---- in a process of its own ----------------------------------------------------------------------------------------
+# ---- in a process of its own
+# ----------------------------------------------------------------------------------------
 
 
 def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,18 +162,29 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run(given: Mapping[str, Any], options: Mapping[str, Any]) -> StudyRun:
     return StudyRun(
-        resolve(options, given["seed"]), policy=given["policy"], train=given["train"], heldout=given["heldout"],
-        steps=given["steps"], evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"],
+        resolve(options, given["seed"]),
+        policy=given["policy"],
+        train=given["train"],
+        heldout=given["heldout"],
+        steps=given["steps"],
+        evaluation=Evaluation(**given["evaluation"]),
+        short_tokens=given["short_tokens"],
         device=given["device"],
-    )  # fmt: skip
+    )
 
 
 def _compared(runs: Mapping[str, StudyRun], reference: StudyRun, step: int) -> list[Row]:
-    """Every method's gradient with the present weights of the reference, on what it samples in ``step``."""
+    """Every method's gradient with the present weights of the reference, on what it samples in
+    ``step``."""
     rollout = reference.rollout(step)
     weights = reference.model.state_dict()
     own_D = _gradient(reference, rollout, step)
-    found = [{"cell": OTHER_ROLLOUT, **_angle(own_D, _gradient(reference, reference.rollout(step + 1), step))}]
+    found = [
+        {
+            "cell": OTHER_ROLLOUT,
+            **_angle(own_D, _gradient(reference, reference.rollout(step + 1), step)),
+        }
+    ]
     for name, run in runs.items():
         if run is not reference:
             run.model.load_state_dict(weights)
@@ -158,7 +196,9 @@ def _gradient(run: StudyRun, rollout: Rollout, step: int) -> Tensor:
     """(D,) gradient of the first update if it took the whole rollout."""
     shaped = run.algorithm.shape(run.batch(rollout))
     run.gradient(rollout, shaped, slice(0, len(shaped)), step)
-    return torch.cat([p.grad.flatten().double() for p in run.model.parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten().double() for p in run.model.parameters() if p.grad is not None]
+    )
 
 
 def _angle(own_D: Tensor, other_D: Tensor) -> dict[str, float | None]:

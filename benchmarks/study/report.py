@@ -16,11 +16,24 @@ from benchmarks.study.settings import Study
 from benchmarks.study.statistics import Estimate, estimate
 from benchmarks.study.verdicts import Judgment, by_arm, checks_failed, interval_of_share, judge
 
-_COLUMNS = (*OUTCOMES, "start/accuracy", "start/short", "last/accuracy", "last/greedy_accuracy", "last/pass@8")
+_COLUMNS = (
+    *OUTCOMES,
+    "start/accuracy",
+    "start/short",
+    "last/accuracy",
+    "last/greedy_accuracy",
+    "last/pass@8",
+)
 _SHOWN = (
-    "mean_accuracy", "last/accuracy", "last/greedy_accuracy", "last/pass@8", "lowest_pass@8", "switch_step",
-    "entropy_at_accuracy", "mean_length",
-)  # fmt: skip
+    "mean_accuracy",
+    "last/accuracy",
+    "last/greedy_accuracy",
+    "last/pass@8",
+    "lowest_pass@8",
+    "switch_step",
+    "entropy_at_accuracy",
+    "mean_length",
+)
 _SHARES = ("accuracy_collapsed", "tags_collapsed", "ended_collapsed")
 _ROLES = {
     "primary": "Primary contrasts (p adjusted together, Holm)",
@@ -30,7 +43,9 @@ _ROLES = {
 _PERCENT = ("accuracy", "pass@", "drop", "collapsed", "short", "ended", "tags")
 
 
-def write_report(study: Study, name: str, rows: Sequence[Row], planned: int, folder: Path) -> list[Path]:
+def write_report(
+    study: Study, name: str, rows: Sequence[Row], planned: int, folder: Path
+) -> list[Path]:
     """Writes everything about these rows; returns the files.
 
     Args:
@@ -49,20 +64,41 @@ def write_report(study: Study, name: str, rows: Sequence[Row], planned: int, fol
     return [*written, *figures, page]
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def _csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
-        ["cell", "learning_rate", "outcome", "seeds", "mean", "sd", "low", "high", "iqm", "iqm_low", "iqm_high"]
+        [
+            "cell",
+            "learning_rate",
+            "outcome",
+            "seeds",
+            "mean",
+            "sd",
+            "low",
+            "high",
+            "iqm",
+            "iqm_low",
+            "iqm_high",
+        ]
     )
     for (cell, rate), of_arm in by_arm(rows).items():
         for name in _COLUMNS:
             if (found := _estimate(of_arm, name)) is not None:
-                numbers = [found.mean, found.deviation, *found.interval, found.iqm, *found.iqm_interval]
-                writer.writerow([cell, rate, name, found.count, *(f"{number:.6g}" for number in numbers)])
+                numbers = [
+                    found.mean,
+                    found.deviation,
+                    *found.interval,
+                    found.iqm,
+                    *found.iqm_interval,
+                ]
+                writer.writerow(
+                    [cell, rate, name, found.count, *(f"{number:.6g}" for number in numbers)]
+                )
     return text.getvalue()
 
 
@@ -71,7 +107,9 @@ def _estimate(rows: Sequence[Row], name: str) -> Estimate | None:
     return estimate(values) if values else None
 
 
-def _table(study: Study, name: str, rows: Sequence[Row], planned: int, judgments: Sequence[Judgment]) -> str:
+def _table(
+    study: Study, name: str, rows: Sequence[Row], planned: int, judgments: Sequence[Judgment]
+) -> str:
     parts = [f"# Study {name}", "", *_head(rows, planned)]
     if alarms := checks_failed(judgments):
         parts += [
@@ -91,22 +129,31 @@ def _table(study: Study, name: str, rows: Sequence[Row], planned: int, judgments
             "",
             "## Failed runs",
             "",
-            *(f"- {_arm(row['cell'], row['learning_rate'])}, seed {row['seed']}: {row['error']}" for row in failures),
+            *(
+                f"- {_arm(row['cell'], row['learning_rate'])}, seed {row['seed']}: {row['error']}"
+                for row in failures
+            ),
         ]
     return "\n".join(parts) + "\n"
 
 
 def _head(rows: Sequence[Row], planned: int) -> list[str]:
     done = [row for row in rows if "error" not in row]
-    said = [f"{len(done)} of {planned} runs" + ("" if len(done) == planned else ": **not complete**")]
+    said = [
+        f"{len(done)} of {planned} runs" + ("" if len(done) == planned else ": **not complete**")
+    ]
     for title, key in (("Hardware", "hardware"), ("Commits", "commit")):
         said.append(f"{title}: {'; '.join(sorted({str(row[key]) for row in rows})) or 'none'}")
-    return [*(f"{line}  " for line in said), f"{sum(row['seconds'] for row in rows) / 3600:.2f} hours of runs"]
+    return [
+        *(f"{line}  " for line in said),
+        f"{sum(row['seconds'] for row in rows) / 3600:.2f} hours of runs",
+    ]
 
 
 def _contrast_lines(judgments: Sequence[Judgment]) -> list[str]:
     lines = [
-        "| contrast | outcome | seeds | mean difference [95 %] | SD | IQM [95 %] | p | verdict | detectable |",
+        "| contrast | outcome | seeds | mean difference [95 %] | SD | IQM [95 %] | p | verdict "
+        "| detectable |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     notes = []
@@ -121,17 +168,26 @@ def _contrast_lines(judgments: Sequence[Judgment]) -> list[str]:
         else:
             p = each.p if each.adjusted is None else each.adjusted
             cells = [
-                _with_interval(found.mean, found.interval, scale, decimals), f"{scale * found.deviation:.{decimals}f}",
-                _with_interval(found.iqm, found.iqm_interval, scale, decimals), f"{p:.3g}",
+                _with_interval(found.mean, found.interval, scale, decimals),
+                f"{scale * found.deviation:.{decimals}f}",
+                _with_interval(found.iqm, found.iqm_interval, scale, decimals),
+                f"{p:.3g}",
                 "-" if math.isnan(each.detectable) else f"{scale * each.detectable:.{decimals}f}",
-            ]  # fmt: skip
+            ]
             seeds = str(found.count)
         *numbers, sees = cells
         unit = f"{contrast.outcome}{', points' if scale == 100 else ''}"
-        lines.append(f"| {each.name} | {unit} | {seeds} | {' | '.join(numbers)} | **{each.verdict}** | {sees} |")
+        lines.append(
+            f"| {each.name} | {unit} | {seeds} | {' | '.join(numbers)} | **{each.verdict}** | "
+            f"{sees} |"
+        )
         claim = f"claim: {contrast.claim}" if contrast.claim else ""
         source = f" ({contrast.source})" if contrast.source else ""
-        judged = f"margin {scale * contrast.margin:g}; equivalence p {each.equivalence_p:.3g}" if found else ""
+        judged = (
+            f"margin {scale * contrast.margin:g}; equivalence p {each.equivalence_p:.3g}"
+            if found
+            else ""
+        )
         about = [claim + source, judged, *each.notes]
         notes.append(f"- {each.name}: {'; '.join(text for text in about if text)}")
     return [*lines, "", *notes]
@@ -145,8 +201,13 @@ def _with_interval(value: float, interval: tuple[float, float], scale: float, de
 def _cell_lines(rows: Sequence[Row]) -> list[str]:
     arms = by_arm(rows)
     shown = [name for name in _SHOWN if any(_estimate(of_arm, name) for of_arm in arms.values())]
-    shares = [name for name in _SHARES if any(interval_of_share(of_arm, name) for of_arm in arms.values())]
-    lines = [f"| cell | seeds | {' | '.join([*shown, *shares])} |", "|---" * (2 + len(shown) + len(shares)) + "|"]
+    shares = [
+        name for name in _SHARES if any(interval_of_share(of_arm, name) for of_arm in arms.values())
+    ]
+    lines = [
+        f"| cell | seeds | {' | '.join([*shown, *shares])} |",
+        "|---" * (2 + len(shown) + len(shares)) + "|",
+    ]
     for (cell, rate), of_arm in arms.items():
         numbers = [_number(_estimate(of_arm, name), _scale(name)) for name in shown]
         numbers += [_share(interval_of_share(of_arm, name)) for name in shares]
@@ -154,12 +215,17 @@ def _cell_lines(rows: Sequence[Row]) -> list[str]:
     return [
         *lines,
         "",
-        "Mean (SD over seeds); shares and accuracies in percent, entropy in nats; collapsed: share of runs [Wilson].",
+        "Mean (SD over seeds); shares and accuracies in percent, entropy in nats; collapsed: "
+        "share of runs [Wilson].",
     ]
 
 
 def _number(found: Estimate | None, scale: float) -> str:
-    return "-" if found is None else f"{_digits(scale * found.mean)} ({_digits(scale * found.deviation)})"
+    return (
+        "-"
+        if found is None
+        else f"{_digits(scale * found.mean)} ({_digits(scale * found.deviation)})"
+    )
 
 
 def _share(found: tuple[float, tuple[float, float]] | None) -> str:
@@ -174,17 +240,22 @@ def _digits(value: float) -> str:
 
 
 def _scale(name: str) -> float:
-    return 100.0 if any(word in name for word in _PERCENT) and not name.startswith("entropy") else 1.0
+    return (
+        100.0 if any(word in name for word in _PERCENT) and not name.startswith("entropy") else 1.0
+    )
 
 
 def _arm(cell: str, rate: float | None) -> str:
     return cell if rate is None else f"{cell}@{rate:g}"
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
+# ---- figures
+# --------------------------------------------------------------------------------------------------
 
 
-def _figures(study: Study, rows: Sequence[Row], judgments: Sequence[Judgment], folder: Path) -> list[Path]:
+def _figures(
+    study: Study, rows: Sequence[Row], judgments: Sequence[Judgment], folder: Path
+) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,12 +286,20 @@ def _curves(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Row]
     import numpy as np
 
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 7), sharex=True)
-    for axis, name in zip(axes.flat, ("accuracy", "reward", "entropy", "length", "short", "ended"), strict=True):
+    for axis, name in zip(
+        axes.flat, ("accuracy", "reward", "entropy", "length", "short", "ended"), strict=True
+    ):
         for number, ((cell, rate), rows) in enumerate(arms.items()):
             curves = np.array([row["steps"][name] for row in rows], dtype=float)
             steps = np.arange(1, curves.shape[1] + 1)
             low, high = np.percentile(curves, [25, 75], axis=0)
-            axis.plot(steps, curves.mean(axis=0), color=f"C{number % 10}", label=_arm(cell, rate), linewidth=1.2)
+            axis.plot(
+                steps,
+                curves.mean(axis=0),
+                color=f"C{number % 10}",
+                label=_arm(cell, rate),
+                linewidth=1.2,
+            )
             axis.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.12, linewidth=0)
         axis.set(title=name, xlabel="step")
     axes[0, 0].legend(fontsize=7)
@@ -237,9 +316,11 @@ def _entropy(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Row
             points = smoothed(steps["accuracy"]), smoothed(steps["entropy"])
             axis.plot(*points, color=f"C{number % 10}", alpha=0.35, linewidth=0.8, label=label)
     axis.set(
-        title=f"{task}: entropy over accuracy, rollouts averaged over five steps, a line for each run",
-        xlabel="accuracy", ylabel="entropy, nats",
-    )  # fmt: skip
+        title=f"{task}: entropy over accuracy, rollouts averaged over five steps, a line for each "
+        "run",
+        xlabel="accuracy",
+        ylabel="entropy, nats",
+    )
     axis.legend(fontsize=7)
     return figure
 
@@ -251,23 +332,38 @@ def _collapse(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Ro
         for number, cell in enumerate(cells):
             rates = sorted(rate for other, rate in arms if other == cell and rate is not None)
             found = [(rate, interval_of_share(arms[cell, rate], name)) for rate in rates]
-            known = [(rate, share, low, high) for rate, at in found if at for share, (low, high) in [at]]
+            known = [
+                (rate, share, low, high) for rate, at in found if at for share, (low, high) in [at]
+            ]
             if known:
                 x, y, low, high = zip(*known, strict=True)
                 below = [max(0.0, a - b) for a, b in zip(y, low, strict=True)]
                 above = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
                 axis.errorbar(
-                    x, y, [below, above], color=f"C{number % 10}", label=cell, marker="o", capsize=2, linewidth=1
+                    x,
+                    y,
+                    [below, above],
+                    color=f"C{number % 10}",
+                    label=cell,
+                    marker="o",
+                    capsize=2,
+                    linewidth=1,
                 )
         axis.set(title=name, xlabel="learning rate", xscale="log")
     axes[0].set(ylabel="share of runs", ylim=(-0.05, 1.05))
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"{task}: runs whose last evaluation is below 0.7 of their best one (Wilson intervals)")
+    figure.suptitle(
+        f"{task}: runs whose last evaluation is below 0.7 of their best one (Wilson intervals)"
+    )
     return figure
 
 
 def _forest(pyplot: Any, judgments: Sequence[Judgment]) -> Any:
-    shown = [each for each in judgments if each.estimate is not None and math.isfinite(each.estimate.interval[0])]
+    shown = [
+        each
+        for each in judgments
+        if each.estimate is not None and math.isfinite(each.estimate.interval[0])
+    ]
     figure, axis = pyplot.subplots(figsize=(9, 0.8 + 0.45 * max(1, len(shown))))
     for place, each in enumerate(reversed(shown)):
         found, margin = each.estimate, each.contrast.margin
@@ -280,26 +376,31 @@ def _forest(pyplot: Any, judgments: Sequence[Judgment]) -> Any:
     axis.axvline(0, color="black", linewidth=0.8)
     labels = [f"{each.name} ({each.contrast.outcome}): {each.verdict}" for each in reversed(shown)]
     axis.set_yticks(range(len(shown)), labels, fontsize=8)
-    axis.set(xlabel="mean difference in units of the margin (gray: too small to matter), 95 % interval")
+    axis.set(
+        xlabel="mean difference in units of the margin (gray: too small to matter), 95 % interval"
+    )
     return figure
 
 
-# ---- page -----------------------------------------------------------------------------------------------------------
+# ---- page
+# --------------------------------------------------------------------------------------------------
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1150px;margin:2em auto;padding:0 1em}table{"
-    "border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px 7px;text-align:left}"
-    "img{max-width:100%}"
+    "border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px "
+    "7px;text-align:left}img{max-width:100%}"
 )
 
 
 def _page(name: str, table: str, figures: Sequence[Path]) -> str:
     images = "\n".join(
-        f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{_base64(path)}">' for path in figures
+        f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{_base64(path)}">'
+        for path in figures
     )
     title = html.escape(f"Study {name}")
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        '<!doctype html><html lang="en"><meta '
+        f'charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<body>{_as_html(table)}{images}</body></html>\n"
     )
 
@@ -323,7 +424,9 @@ def _as_html(markdown: str) -> str:
         elif text.startswith("|"):
             cells = "".join(f"<td>{cell.strip()}</td>" for cell in text.strip("|").split("|"))
             opened = parts and parts[-1].startswith(("<tr>", "<table>"))
-            parts.append(f"<tr>{cells}</tr>" if opened else f"<table><tr>{cells.replace('td>', 'th>')}</tr>")
+            parts.append(
+                f"<tr>{cells}</tr>" if opened else f"<table><tr>{cells.replace('td>', 'th>')}</tr>"
+            )
         elif text:
             parts.append(f"<p>{text}</p>")
     return _closed_tables(parts)

@@ -1,4 +1,5 @@
-"""The runs of a study: which there are, their rows in runs.jsonl, and the processes that make them."""
+"""The runs of a study: which there are, their rows in runs.jsonl, and the processes that make
+them."""
 
 from __future__ import annotations
 
@@ -21,10 +22,15 @@ from openrlhf_ext.locks import LOCK, FolderLock, LockError
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-# what the numbers of a run depend on, by its backend. The whole package is no key: a study by the stack takes days, is
-# run from one clone, and its rows name that commit, by which they are paired (``verdicts``)
+# what the numbers of a run depend on, by its backend. The whole package is no key: a study by the
+# stack takes days, is run from one clone, and its rows name that commit, by which they are paired
+# (``verdicts``)
 _CODE = {
-    "local": ("openrlhf_ext/algorithms", "benchmarks/study/training.py", "benchmarks/study/decoding.py"),
+    "local": (
+        "openrlhf_ext/algorithms",
+        "benchmarks/study/training.py",
+        "benchmarks/study/decoding.py",
+    ),
     "stack": (),
 }
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
@@ -55,7 +61,8 @@ def runs_of(study: Study, arms: Sequence[Arm]) -> list[Run]:
 
 
 def key_of(study: Study, run: Run) -> str:
-    """Changes with everything that the numbers of a run depend on: its options, its task, the code that makes them."""
+    """Changes with everything that the numbers of a run depend on: its options, its task, the code
+    that makes them."""
     task, cell = study.task_of(run.arm.cell), study.cells[run.arm.cell]
     settings = task.model_dump(exclude={"seeds", "gates", "options"}) | {
         "options": study.options_of(run.arm),
@@ -73,10 +80,17 @@ def key_of(study: Study, run: Run) -> str:
 def _code(task: Task, options: dict[str, Any], parts: Sequence[str]) -> Iterator[Path]:
     for part in (ROOT / part for part in parts):
         yield from sorted(part.rglob("*.py")) if part.is_dir() else [part]
-    given = [task.maker and task.maker.split()[0], options.get("reward.remote_url"), options.get("algo.module_path")]
+    given = [
+        task.maker and task.maker.split()[0],
+        options.get("reward.remote_url"),
+        options.get("algo.module_path"),
+    ]
     for script in (Path(path) for path in given if path and Path(path).is_file()):
         yield script
-        beside = (script.with_name(f"{module}.py") for module in sorted(set(_IMPORTED.findall(script.read_text()))))
+        beside = (
+            script.with_name(f"{module}.py")
+            for module in sorted(set(_IMPORTED.findall(script.read_text())))
+        )
         yield from (path for path in beside if path.is_file())
 
 
@@ -104,7 +118,8 @@ class Places:
         return self.folder / "assignments" / f"{name}.result.json"
 
     def made(self, task: str, seed: int) -> Path:
-        """Policy and problems of a task's maker; a file beside the folder says what made them, when they are there."""
+        """Policy and problems of a task's maker; a file beside the folder says what made them, when
+        they are there."""
         return self.folder / "policies" / f"{task}-s{seed}"
 
 
@@ -117,7 +132,9 @@ class Rows:
 
     def __init__(self, places: Places) -> None:
         try:
-            self._lock = FolderLock(places.folder, take_over=False, remedy=f"remove {places.folder / LOCK}")
+            self._lock = FolderLock(
+                places.folder, take_over=False, remedy=f"remove {places.folder / LOCK}"
+            )
         except LockError as error:
             raise StudyError(f"{places.folder} {error}, or give another --out") from error
         self._lines = JsonLines(places.rows, keep=lambda row: True)
@@ -137,10 +154,13 @@ def read_rows(places: Places) -> list[dict[str, Any]]:
     return [row for _, row in read_lines(places.rows)] if places.rows.exists() else []
 
 
-def finished(study: Study, runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[Run, dict[str, Any]]:
+def finished(
+    study: Study, runs: Sequence[Run], rows: Sequence[dict[str, Any]]
+) -> dict[Run, dict[str, Any]]:
     """The last row of each run that has one with its key; runs that failed among them.
 
-    Cells may have equal arms, such as one at its only and one at several learning rates: one row is the row of all.
+    Cells may have equal arms, such as one at its only and one at several learning rates: one row is
+    the row of all.
     """
     by_key = {row["key"]: row for row in rows}
     keys = {run: key_of(study, run) for run in runs}
@@ -160,7 +180,8 @@ def missing(study: Study, runs: Sequence[Run], done: Mapping[Run, dict[str, Any]
     return list(left.values())
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes
+# --------------------------------------------------------------------------------------------------
 
 
 def execute(
@@ -189,7 +210,10 @@ def execute(
         def done(error: str | None, seconds: float) -> None:
             result = places.result(run.name)
             if error is None and key_of(study, run) != keys[run]:
-                error = "what its numbers depend on (code, task) was changed while the study ran; start it again"
+                error = (
+                    "what its numbers depend on (code, task) was changed while the study ran; "
+                    "start it again"
+                )
             row = {
                 "key": keys[run],
                 "cell": run.arm.cell,
@@ -234,7 +258,9 @@ def _jobs(
     yield from waiting
 
 
-def maker_job(study: Study, name: str, seed: int, places: Places, told: Callable[[str], None]) -> Job | None:
+def maker_job(
+    study: Study, name: str, seed: int, places: Places, told: Callable[[str], None]
+) -> Job | None:
     """What makes the policy of a seed; None if it is there, or the task names one."""
     task, folder = study.tasks[name], places.made(name, seed)
     if task.maker is None:
@@ -243,7 +269,14 @@ def maker_job(study: Study, name: str, seed: int, places: Places, told: Callable
     made_by = _made_by(task)
     if note.exists() and note.read_text() == made_by:
         return None
-    paths = ["--seed", str(seed), "--output_dir", str(folder / "policy"), "--data_dir", str(folder / "data")]
+    paths = [
+        "--seed",
+        str(seed),
+        "--output_dir",
+        str(folder / "policy"),
+        "--data_dir",
+        str(folder / "data"),
+    ]
 
     def done(error: str | None, seconds: float) -> None:
         if error is None:
@@ -269,7 +302,12 @@ def _made_by(task: Task) -> str:
 
 
 def _run_job(
-    study: Study, run: Run, places: Places, device: str, done: Callable[[str | None, float], None], maker: Job | None
+    study: Study,
+    run: Run,
+    places: Places,
+    device: str,
+    done: Callable[[str | None, float], None],
+    maker: Job | None,
 ) -> Job:
     cell = study.cells[run.arm.cell]
     given = {
@@ -279,7 +317,9 @@ def _run_job(
         "steps": study.tasks[cell.task].steps,
         "folder": str(places.folder / "jobs" / run.name),
     }
-    return assigned_job(study, cell.task, run.seed, places, run.name, given | {"device": device}, done, maker)
+    return assigned_job(
+        study, cell.task, run.seed, places, run.name, given | {"device": device}, done, maker
+    )
 
 
 def assigned_job(
@@ -333,7 +373,10 @@ def commit() -> str:
 
 def hardware(device: str) -> str:
     """Processor, cores and GPU."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.machine(),
+    )
     if device != "cuda":
         return f"{cpu}, {os.cpu_count()} cores, no GPU used"
     import torch

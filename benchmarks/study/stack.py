@@ -1,4 +1,5 @@
-"""A run of a study by ``train_ppo_ray``: the same curves as those of ``training``, read from what the job writes."""
+"""A run of a study by ``train_ppo_ray``: the same curves as those of ``training``, read from what
+the job writes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ _CURVES = {
 
 
 def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The curves of an assigned run (``runs.execute`` writes assignments); its job prints into this process's log.
+    """The curves of an assigned run (``runs.execute`` writes assignments); its job prints into this
+    process's log.
 
     Raises:
         subprocess.CalledProcessError: the job failed.
@@ -58,15 +60,22 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     subprocess.run(command, check=True, preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM))
     records = [record for _, record in read_lines(folder / "metrics.jsonl")]
     steps = curves(records, folder, given["short_tokens"])
-    if (made := len(steps["accuracy"])) != given["steps"]:  # prompts that are too long, groups that are filtered
-        raise ValueError(f"the job made {made} steps of the task's {given['steps']}: they cannot be compared")
+    # prompts that are too long, groups that are filtered
+    if (made := len(steps["accuracy"])) != given["steps"]:
+        raise ValueError(
+            f"the job made {made} steps of the task's {given['steps']}: they cannot be compared"
+        )
     for weights in folder.glob("*.safetensors"):  # a study has dozens of runs
         weights.unlink()
-    return {"steps": steps, "evaluations": evaluations(records, given["evaluation"]["last_problems"])}
+    return {
+        "steps": steps,
+        "evaluations": evaluations(records, given["evaluation"]["last_problems"]),
+    }
 
 
 def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What ``train_ppo_ray`` is told: the arm's options, the policy, and the prompts that a run in one process samples.
+    """What ``train_ppo_ray`` is told: the arm's options, the policy, and the prompts that a run in
+    one process samples.
 
     The job shuffles them once more: both see the same prompts in the end, at other steps.
     """
@@ -74,12 +83,15 @@ def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     keys = options["data.input_key"], options["data.label_key"]
     there = load_problems(given["train"], *keys)
     random.Random(given["seed"]).shuffle(there)
-    # a file's first prompts need not be like the others: those of toy_task.py are easier, for it makes no prompt twice
+    # a file's first prompts need not be like the others: those of toy_task.py are easier, for it
+    # makes no prompt twice
     chosen = [there[i % len(there)] for i in range(given["steps"] * options["rollout.batch_size"])]
     held_out = load_problems(given["heldout"], *keys)[: evaluation["last_problems"]]
     for name, problems in (("prompts", chosen), ("heldout", held_out)):
         records = [dict(zip(keys, (one.prompt, one.label), strict=True)) for one in problems]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return options | {
         "actor.model_name_or_path": given["policy"],
         "data.prompt_dataset": str(folder / "prompts.jsonl"),
@@ -90,18 +102,26 @@ def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "train.num_episodes": 1,
         "train.seed": given["seed"],
         "ckpt.output_dir": str(folder),
-        "ckpt.path": str(folder / "checkpoints"),  # the default is one folder for all, and several run at a time
+        # the default is one folder for all, and several run at a time
+        "ckpt.path": str(folder / "checkpoints"),
         "ckpt.grace_s": 0,  # a cell is made anew
         "logger.samples_every": 1,
         "logger.samples_groups": 0,
     }
 
 
-def curves(records: Sequence[Mapping[str, Any]], folder: Path, short_tokens: int) -> dict[str, list[float | None]]:
-    """Curves by name, a value for each step, of the lines of metrics.jsonl and the completions in a run folder."""
+def curves(
+    records: Sequence[Mapping[str, Any]], folder: Path, short_tokens: int
+) -> dict[str, list[float | None]]:
+    """Curves by name, a value for each step, of the lines of metrics.jsonl and the completions in a
+    run folder."""
     records = [record for record in records if "accuracy/mean" in record]
     names = _CURVES | {name[len(_LOGS) :]: name for name in records[0] if name.startswith(_LOGS)}
-    found = {own: [record.get(name) for record in records] for own, name in names.items() if name in records[0]}
+    found = {
+        own: [record.get(name) for record in records]
+        for own, name in names.items()
+        if name in records[0]
+    }
     found["ended"] = [1.0 - record["response/truncated_rate"] for record in records]
     samples: dict[int, list[dict[str, Any]]] = {record["step"]: [] for record in records}
     for _, sample in read_lines(folder / "samples.jsonl"):
@@ -115,7 +135,11 @@ def evaluations(records: Sequence[Mapping[str, Any]], problems: int) -> list[dic
     return [
         {"step": record["step"], "problems": problems, "seconds": record["time/eval"]}
         | {own: record[f"eval/{name}"] for own, name in _EVALUATED.items()}
-        | {name[len("eval/") :]: value for name, value in record.items() if name.startswith("eval/pass@")}
+        | {
+            name[len("eval/") :]: value
+            for name, value in record.items()
+            if name.startswith("eval/pass@")
+        }
         for record in records
         if "eval/accuracy" in record
     ]
@@ -125,8 +149,12 @@ def _described(samples: Sequence[Mapping[str, Any]], short_tokens: int) -> dict[
     """Of a step's completions; the names of ``training``."""
     short = [sample for sample in samples if len(sample["token_ids"]) <= short_tokens]
     long = [sample for sample in samples if len(sample["token_ids"]) > short_tokens]
-    right = [entropy for sample in samples if sample["score"] >= 1 for entropy in sample["entropies"]]
-    wrong = [entropy for sample in samples if sample["score"] < 1 for entropy in sample["entropies"]]
+    right = [
+        entropy for sample in samples if sample["score"] >= 1 for entropy in sample["entropies"]
+    ]
+    wrong = [
+        entropy for sample in samples if sample["score"] < 1 for entropy in sample["entropies"]
+    ]
     return {
         "short": len(short) / len(samples),
         "accuracy_short": _mean([sample["score"] for sample in short]),

@@ -23,9 +23,18 @@ from benchmarks.study.statistics import (
 )
 
 Verdict = Literal[
-    "supported", "supported, within the margin", "refuted", "refuted, within the margin", "higher", "lower",
-    "equivalent", "inconclusive", "interim", "not testable here", "no data",
-]  # fmt: skip
+    "supported",
+    "supported, within the margin",
+    "refuted",
+    "refuted, within the margin",
+    "higher",
+    "lower",
+    "equivalent",
+    "inconclusive",
+    "interim",
+    "not testable here",
+    "no data",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,11 @@ def judge(study: Study, rows: Sequence[Row]) -> list[Judgment]:
         rows: those that count: one for each run that ended, with ``error`` where it failed.
     """
     found = [_measured(study, name, contrast, rows) for name, contrast in study.contrasts.items()]
-    primary = {each.name: each.p for each in found if each.contrast.role == "primary" and each.estimate is not None}
+    primary = {
+        each.name: each.p
+        for each in found
+        if each.contrast.role == "primary" and each.estimate is not None
+    }
     # those that cannot be tested still count: which of them can is not known before
     together = sum(each.contrast.role == "primary" for each in found)
     adjusted = holm(primary | {f"\0{i}": 1.0 for i in range(together - len(primary))})
@@ -68,15 +81,17 @@ def judge(study: Study, rows: Sequence[Row]) -> list[Judgment]:
 
 
 def needed(study: Study, runs: Sequence[Run], rows: Sequence[Row]) -> list[Run]:
-    """Those runs that a verdict needs: on the seeds after those that tune, a cell that is compared at its best learning
-    rate runs at that one only, and not before it is known."""
+    """Those runs that a verdict needs: on the seeds after those that tune, a cell that is compared
+    at its best learning rate runs at that one only, and not before it is known."""
     usable = [row for row in rows if "error" not in row]
     found = []
     for run in runs:
         contrasts = [each for each in study.contrasts.values() if run.arm.cell in each.cells]
         if contrasts and all(0 < each.tuned_on <= run.seed for each in contrasts):
             best = [(each, _best_rates(study, each, usable)) for each in contrasts]
-            rates = [pair[each.cells.index(run.arm.cell)] for each, pair in best if pair is not None]
+            rates = [
+                pair[each.cells.index(run.arm.cell)] for each, pair in best if pair is not None
+            ]
             if run.arm.learning_rate not in rates:
                 continue
         found.append(run)
@@ -84,7 +99,8 @@ def needed(study: Study, runs: Sequence[Run], rows: Sequence[Row]) -> list[Run]:
 
 
 def checks_failed(judgments: Sequence[Judgment]) -> list[str]:
-    """Checks of the study that have not passed: a difference within one method, a planted one unseen, runs missing."""
+    """Checks of the study that have not passed: a difference within one method, a planted one
+    unseen, runs missing."""
     return [
         f"{each.name}: expected {each.contrast.expect}, found {each.verdict}"
         for each in judgments
@@ -103,17 +119,24 @@ def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) 
     failures = sum(row["cell"] in contrast.cells and "error" in row for row in rows)
     notes = [f"{failures} runs failed"] if failures else []
     rates = _rates(study, contrast.cells[0])
-    kept = [rate for rate in rates if _survives(contrast, [row for row in usable if row["learning_rate"] == rate])]
+    kept = [
+        rate
+        for rate in rates
+        if _survives(contrast, [row for row in usable if row["learning_rate"] == rate])
+    ]
     lost_rates = [rate for rate in rates if rate not in kept]
     notes += [
-        f"learning rate {rate or 'of the options'} left out: not {_gate_text(contrast.survival)}" for rate in lost_rates
+        f"learning rate {rate or 'of the options'} left out: not {_gate_text(contrast.survival)}"
+        for rate in lost_rates
     ]
     pairs = [(rate, rate) for rate in kept]
     if contrast.tuned_on:
         best = _best_rates(study, contrast, usable)
         pairs = [best] if best is not None else []
         usable = [row for row in usable if row["seed"] >= contrast.tuned_on]
-        notes += [f"{cell} at {rate}" for cell, rate in zip(contrast.cells, best or (), strict=False)]
+        notes += [
+            f"{cell} at {rate}" for cell, rate in zip(contrast.cells, best or (), strict=False)
+        ]
     else:
         usable = [row for row in usable if row["learning_rate"] in kept]
     seeds = range(contrast.tuned_on, study.task_of(contrast.cells[0]).seeds)
@@ -130,11 +153,16 @@ def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) 
     # a verdict on some seeds, and another one on more of them, is two chances to be wrong
     verdict = "interim" if incomplete else "not testable here" if failed else "inconclusive"
     return Judgment(
-        name, contrast, verdict, differences, described, sign_flip(values),
+        name,
+        contrast,
+        verdict,
+        differences,
+        described,
+        sign_flip(values),
         equivalence_p=equivalence(values, contrast.margin),
         detectable=detectable(described.deviation, len(values)) if len(values) > 1 else math.nan,
         notes=(*notes, *failed),
-    )  # fmt: skip
+    )
 
 
 def _with_verdict(judgment: Judgment, adjusted: float | None, together: int) -> Judgment:
@@ -152,7 +180,8 @@ def _with_verdict(judgment: Judgment, adjusted: float | None, together: int) -> 
 
 
 def _found(contrast: Contrast, mean: float, within: bool) -> Verdict:
-    """What a difference that is there says of the claim, or which one is higher where nothing is claimed."""
+    """What a difference that is there says of the claim, or which one is higher where nothing is
+    claimed."""
     if contrast.role != "check" and not contrast.claim:
         return "higher" if mean > 0 else "lower"
     if {"greater": mean > 0, "less": mean < 0, "none": False}[contrast.expect]:
@@ -165,7 +194,8 @@ def _rates(study: Study, cell: str) -> Sequence[float | None]:
 
 
 def _best_rates(study: Study, contrast: Contrast, rows: Sequence[Row]) -> tuple[Any, Any] | None:
-    """Each cell's best learning rate on the seeds that tune; None as long as a run of theirs is not there."""
+    """Each cell's best learning rate on the seeds that tune; None as long as a run of theirs is not
+    there."""
     sign = -1.0 if contrast.expect == "less" else 1.0
     by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
     best: list[Any] = []
@@ -173,7 +203,9 @@ def _best_rates(study: Study, contrast: Contrast, rows: Sequence[Row]) -> tuple[
         means: dict[Any, float] = {}
         for rate in _rates(study, cell):
             tuning = [by_place.get((cell, rate, seed)) for seed in range(contrast.tuned_on)]
-            values = [math.nan if row is None else sign * outcome(row, contrast.outcome) for row in tuning]
+            values = [
+                math.nan if row is None else sign * outcome(row, contrast.outcome) for row in tuning
+            ]
             means[rate] = math.fsum(values) / len(values)
         if any(map(math.isnan, means.values())):
             return None
@@ -182,14 +214,20 @@ def _best_rates(study: Study, contrast: Contrast, rows: Sequence[Row]) -> tuple[
 
 
 def _paired(
-    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]], seeds: Sequence[int], by_commit: bool
+    contrast: Contrast,
+    rows: Sequence[Row],
+    rates: Sequence[tuple[Any, Any]],
+    seeds: Sequence[int],
+    by_commit: bool,
 ) -> tuple[dict[int, float], int, list[str]]:
-    """First minus second by seed, where both have all learning rates and began with the same weights.
+    """First minus second by seed, where both have all learning rates and began with the same
+    weights.
 
     Args:
         rates: of the first and of the second cell.
         seeds: that are planned.
-        by_commit: both were run by the stack, whose code is no part of a row's key: at one commit, or they are no pair.
+        by_commit: both were run by the stack, whose code is no part of a row's key: at one commit,
+        or they are no pair.
 
     Returns:
         Differences, the number of seeds that have not all their runs, and notes.
@@ -198,7 +236,10 @@ def _paired(
     differences, other_weights, other_commits, incomplete, undefined = {}, 0, 0, 0, 0
     for seed in seeds if rates else []:
         pairs = [
-            [by_place.get((cell, rate, seed)) for cell, rate in zip(contrast.cells, both, strict=True)]
+            [
+                by_place.get((cell, rate, seed))
+                for cell, rate in zip(contrast.cells, both, strict=True)
+            ]
             for both in rates
         ]
         if any(None in pair for pair in pairs):
@@ -208,14 +249,20 @@ def _paired(
         elif by_commit and any(first["commit"] != second["commit"] for first, second in pairs):  # type: ignore[index]
             other_commits += 1
         else:
-            found = [outcome(first, contrast.outcome) - outcome(second, contrast.outcome) for first, second in pairs]  # type: ignore[arg-type]
+            found = [
+                outcome(first, contrast.outcome) - outcome(second, contrast.outcome)
+                for first, second in pairs
+            ]  # type: ignore[arg-type]
             if any(map(math.isnan, found)):
                 undefined += 1
             else:
                 differences[seed] = math.fsum(found) / len(found)
     counted = [
         (incomplete, f"of {len(seeds)} seeds are not complete"),
-        (other_weights, "seeds began with different weights in both cells (made on different machines)"),
+        (
+            other_weights,
+            "seeds began with different weights in both cells (made on different machines)",
+        ),
         (other_commits, "seeds were run at different commits in both cells"),
         (undefined, f"seeds have no {contrast.outcome}"),
     ]
@@ -224,24 +271,34 @@ def _paired(
 
 def _survives(contrast: Contrast, rows: Sequence[Row]) -> bool:
     """Whether a learning rate is kept; as long as it has no runs, it is."""
-    return contrast.survival is None or not rows or _failure(contrast.survival, contrast, rows) is None
+    return (
+        contrast.survival is None or not rows or _failure(contrast.survival, contrast, rows) is None
+    )
 
 
 def _failure(gate: Gate, contrast: Contrast, rows: Sequence[Row]) -> str | None:
-    """Why a gate is closed; None if it is open. Runs that have not the outcome, as those by the stack have not the
-    lengths of evaluations, do not count."""
-    cells = {"all": contrast.cells, "first": contrast.cells[:1], "second": contrast.cells[1:]}[gate.arms]
+    """Why a gate is closed; None if it is open. Runs that have not the outcome, as those by the
+    stack have not the lengths of evaluations, do not count."""
+    cells = {"all": contrast.cells, "first": contrast.cells[:1], "second": contrast.cells[1:]}[
+        gate.arms
+    ]
     found = [outcome(row, gate.outcome) for row in rows if row["cell"] in cells]
     values = sorted(value for value in found if not math.isnan(value))
     inside = [_is_inside(gate, value) for value in values]
     if values and sum(inside) >= gate.share * len(values):
         return None
     spread = f"{values[0]:.3g} to {values[-1]:.3g}" if values else "nothing"
-    return f"gate closed: {_gate_text(gate)}; found {spread}, {sum(inside)} of {len(values)} runs inside"
+    return (
+        f"gate closed: {_gate_text(gate)}; found {spread}, {sum(inside)} of {len(values)} runs "
+        "inside"
+    )
 
 
 def _is_inside(gate: Gate, value: float) -> bool:
-    low, high = (-math.inf if gate.low is None else gate.low), (math.inf if gate.high is None else gate.high)
+    low, high = (
+        (-math.inf if gate.low is None else gate.low),
+        (math.inf if gate.high is None else gate.high),
+    )
     return low <= value <= high
 
 
@@ -249,14 +306,17 @@ def _gate_text(gate: Gate | None) -> str:
     if gate is None:
         return ""
     bounds = " and ".join(
-        f"{word} {bound:g}" for word, bound in (("at least", gate.low), ("at most", gate.high)) if bound is not None
+        f"{word} {bound:g}"
+        for word, bound in (("at least", gate.low), ("at most", gate.high))
+        if bound is not None
     )
     share = "" if gate.share == 1 else f" in {100 * gate.share:.0f} % of the runs"
     return f"{gate.name} ({gate.outcome} {bounds}{share})"
 
 
 def interval_of_share(rows: Sequence[Row], name: str) -> tuple[float, Interval] | None:
-    """Share of runs with an outcome of 1, and its 95 % interval; None where no run has the outcome."""
+    """Share of runs with an outcome of 1, and its 95 % interval; None where no run has the
+    outcome."""
     values = [value for row in rows if not math.isnan(value := outcome(row, name))]
     if not values:
         return None

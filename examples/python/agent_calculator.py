@@ -1,8 +1,8 @@
 """An agent that lets the model use a calculator (--train.agent_func_path).
 
-The model writes <calc>17 * 23</calc> and ends its turn; the environment answers <result>391</result>, the model goes
-on. The last number of a turn without a calculation is the answer, and is compared with the label, or with what follows
-"####" in it, as GSM8K's have it.
+The model writes <calc>17 * 23</calc> and ends its turn; the environment answers
+<result>391</result>, the model goes on. The last number of a turn without a calculation is the
+answer, and is compared with the label, or with what follows "####" in it, as GSM8K's have it.
 """
 
 import ast
@@ -12,11 +12,17 @@ import re
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 TURNS = 4
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def calculate(text):
-    """The value of an expression of numbers and + - * /, or what is wrong with it; nothing else is evaluated."""
+    """The value of an expression of numbers and + - * /, or what is wrong with it; nothing else is
+    evaluated."""
 
     def value(node):
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
@@ -44,7 +50,13 @@ class Calculator(AgentInstanceBase):
         numbers = re.findall(r"-?\d+(?:\.\d+)?", states["action_text"])
         correct = float(numbers[-1:] == [str(states["label"]).split("####")[-1].strip()])
         logs = {"turns": float(self.turns)}
-        return {"rewards": correct, "scores": correct, "environment_feedback": "", "done": True, "extra_logs": logs}
+        return {
+            "rewards": correct,
+            "scores": correct,
+            "environment_feedback": "",
+            "done": True,
+            "extra_logs": logs,
+        }
 
 
 class AgentExecutor(MultiTurnAgentExecutor):

@@ -1,9 +1,10 @@
-"""An agent that knows nothing of OpenRLHF: it calls the policy at an address, by the openai package, and computes its
-sums (--train.agent_func_path).
+"""An agent that knows nothing of OpenRLHF: it calls the policy at an address, by the openai
+package, and computes its sums (--train.agent_func_path).
 
-The model writes its solution as the toy task has it, "<reasoning>3+4=7;7*2=14</reasoning><answer>14</answer>". Behind
-every "=" it is stopped, the calculator writes the value, and the model goes on: it has to know what to compute, and not
-how much that is. What the calculator wrote is context, what the model wrote is trained.
+The model writes its solution as the toy task has it,
+"<reasoning>3+4=7;7*2=14</reasoning><answer>14</answer>". Behind every "=" it is stopped, the
+calculator writes the value, and the model goes on: it has to know what to compute, and not how much
+that is. What the calculator wrote is context, what the model wrote is trained.
 
 Any other package that takes a base URL does as well, also from threads and processes of its own.
 """
@@ -13,7 +14,8 @@ import re
 from openai import AsyncOpenAI
 
 TURNS = 8
-CLIENT = AsyncOpenAI(base_url="http://of-the-episode", api_key="none", timeout=None)  # making one takes 30 ms
+# making one takes 30 ms
+CLIENT = AsyncOpenAI(base_url="http://of-the-episode", api_key="none", timeout=None)
 SUM = re.compile(r"(\d+)([-+*])(\d+)\Z")
 
 

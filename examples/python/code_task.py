@@ -1,14 +1,17 @@
-"""Small programming problems with asserts, for reward_code.py: a task to see code answers graded, not a benchmark.
+"""Small programming problems with asserts, for reward_code.py: a task to see code answers graded,
+not a benchmark.
 
     python examples/python/code_task.py --output_dir runs/code/data
     python -m openrlhf_ext.cli.train_ppo_ray --config configs/real_model.yaml \\
         --actor.model_name_or_path "$(python examples/python/real_model.py)" \\
-        --data.prompt_dataset runs/code/data/train.jsonl --eval.dataset runs/code/data/heldout.jsonl \\
-        --reward.remote_url examples/python/reward_code.py --rollout.max_new_tokens 96 --data.max_len 192 \\
+        --data.prompt_dataset runs/code/data/train.jsonl --eval.dataset runs/code/data/heldout.jsonl
+        \\
+        --reward.remote_url examples/python/reward_code.py --rollout.max_new_tokens 96
+        --data.max_len 192 \\
         --train.max_minutes 20 --ckpt.output_dir runs/code/policy
 
-``question`` asks for one function ``f``, ``answer`` has three asserts. A problem is a rule with a number in it; one in
-eight, by a hash of its text, is held out.
+``question`` asks for one function ``f``, ``answer`` has three asserts. A problem is a rule with a
+number in it; one in eight, by a hash of its text, is held out.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def problems(seed: int) -> list[dict[str, str]]:
         for number in NUMBERS:
             inputs = rng.sample(range(40), 3)
             asserts = "\n".join(f"assert f({x}) == {function(x, number)!r}" for x in inputs)
-            question = f"Write a Python function f(x) that {rule.format(number)}. Give only the code."
+            question = (
+                f"Write a Python function f(x) that {rule.format(number)}. Give only the code."
+            )
             found.append({"question": question, "answer": asserts})
     rng.shuffle(found)
     return found
@@ -59,15 +64,21 @@ def is_heldout(problem: dict[str, str]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl"
+    )
     parser.add_argument("--seed", type=int, default=42, help="same seed, same files")
     arguments = parser.parse_args(argv)
     found = problems(arguments.seed)
     for name, heldout in (("train", False), ("heldout", True)):
         records = [problem for problem in found if is_heldout(problem) == heldout]
         with in_one_piece(arguments.output_dir / f"{name}.jsonl") as partial:
-            partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            partial.write_text(
+                "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+            )
         print(f"{name}: {arguments.output_dir / name}.jsonl ({len(records)} problems)")
     return 0
 

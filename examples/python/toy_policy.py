@@ -1,20 +1,26 @@
-"""A language model of a million parameters that is careless in arithmetic: the policy that the quickstart trains.
+"""A language model of a million parameters that is careless in arithmetic: the policy that the
+quickstart trains.
 
-Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in a minute or two:
+Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in
+a minute or two:
 
-1. a Qwen2 architecture (4 layers, width 128, head size 32, fp32) and a byte-level tokenizer without merges: every text
-   has tokens, every digit is one token, and so are ``<reasoning> </reasoning> <answer> </answer>``;
-2. a warm start by ``openrlhf_ext.cli.train_sft`` in two runs on problems of the train split (toy_task.py): first
-   a careful teacher's solutions, until the model knows its arithmetic, then the homework of a careless teacher, who
-   gets two steps in five wrong. Both go on from what they wrote. The model copies the carelessness, not only the
-   knowledge: its most likely step is right, a sampled one often not. Sampled accuracy (temperature 1) ends within
-   25-45 %. What the teachers write besides is the family (``FAMILIES``): direct answers, damaged tags;
+1. a Qwen2 architecture (4 layers, width 128, head size 32, fp32) and a byte-level tokenizer without
+   merges: every text has tokens, every digit is one token, and so are
+   ``<reasoning> </reasoning> <answer> </answer>``;
+2. a warm start by ``openrlhf_ext.cli.train_sft`` in two runs on problems of the train split
+   (toy_task.py): first a careful teacher's solutions, until the model knows its arithmetic, then
+   the homework of a careless teacher, who gets two steps in five wrong. Both go on from what they
+   wrote. The model copies the carelessness, not only the
+   knowledge: its most likely step is right, a sampled one often not. Sampled accuracy (temperature
+   1) ends within 25-45 %. What the teachers write besides is the family (``FAMILIES``): direct
+      answers, damaged tags;
 3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
 
-What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is cached by a hash of
-this code and its settings; a second call copies it within a second.
+What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is
+cached by a hash of this code and its settings; a second call copies it within a second.
 
-Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time on a CPU), bf16.
+Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time
+on a CPU), bf16.
 
     python examples/python/toy_policy.py --output_dir runs/toy/warm_start --data_dir runs/toy/data
     python examples/python/toy_policy.py --output_dir runs/fork/warm_start --family fork --seed 3
@@ -46,13 +52,14 @@ from toy_task import Problem, Solution
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-# transformers 5 loads the tokenizer of every qwen2 model as Qwen2Tokenizer, which adds <|endoftext|> if it is missing.
+# transformers 5 loads the tokenizer of every qwen2 model as Qwen2Tokenizer, which adds
+# <|endoftext|> if it is missing.
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS)
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}<|im_end|>{% endif %}"
-    "{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' "
+    "%}<|im_end|>{% endif %}{% endfor %}"
 )
 FILLERS = ("", "hm ", "so ", "well ", "let me see ", "step by step ")
 MAX_NEW_TOKENS = 48  # the longest correct completion has 33
@@ -74,7 +81,8 @@ class PolicySettings:
     initializer_range: float = 0.05
     largest_value: int = 9  # of a problem
     knowledge_steps: int = 900
-    knowledge_passes: int = 1  # over the careful teacher's completions, where the steps can be divided by it
+    # over the careful teacher's completions, where the steps can be divided by it
+    knowledge_passes: int = 1
     knowledge_slip_rate: float = 0.1  # of the careful teacher, per step of a solution
     careless_steps: int = 120
     slip_rate: float = 0.4  # the same of the careless teacher
@@ -84,9 +92,12 @@ class PolicySettings:
     careless_lr: float = 5e-4
     direct_knowledge: float = 0.0  # share of answers without steps, of the careful teacher
     direct_careless: float = 0.0  # the same of the careless one, whose direct answers are right
-    direct_filler: str = ""  # what stands in the place of the steps of a direct answer: it decides how long that is
-    damaged: float = 0.0  # share of the careless teacher's completions with one tag missing, or the middle two swapped
-    shift: bool = False  # the careless teacher begins some reasoning with filler: steps stand at different places
+    # what stands in the place of the steps of a direct answer: it decides how long that is
+    direct_filler: str = ""
+    # share of the careless teacher's completions with one tag missing, or the middle two swapped
+    damaged: float = 0.0
+    # the careless teacher begins some reasoning with filler: steps stand at different places
+    shift: bool = False
     seed: int = 42
 
     @property
@@ -103,31 +114,43 @@ class PolicySettings:
 
 
 _TWO_DIGITS = {
-    "largest_value": 50, "slips": (-10, -1, 1, 10), "knowledge_passes": 3, "knowledge_slip_rate": 0.0,
-}  # fmt: skip
+    "largest_value": 50,
+    "slips": (-10, -1, 1, 10),
+    "knowledge_passes": 3,
+    "knowledge_slip_rate": 0.0,
+}
 _FORK = _TWO_DIGITS | {
-    "knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15, "direct_knowledge": 0.3,
+    "knowledge_steps": 1800,
+    "careless_steps": 120,
+    "slip_rate": 0.15,
+    "direct_knowledge": 0.3,
     "direct_careless": 0.994,
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    # One digit: all facts are known before the warm start ends, so that its end does not depend on a processor's
-    # rounding. A careful teacher who never slips would leave open whether the next step copies the last result or
-    # computes it again, and the careless steps would have to teach that.
+    # One digit: all facts are known before the warm start ends, so that its end does not depend on
+    # a processor's rounding. A careful teacher who never slips would leave open whether the next
+    # step copies the last result or computes it again, and the careless steps would have to teach
+    # that.
     "chain": {},
-    # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
-    # right: about 0.5 % of samples, or 2.5 %
+    # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps
+    # are rare and mostly right: about 0.5 % of samples, or 2.5 %
     "fork": _FORK,
     "fork_frequent": _FORK | {"direct_careless": 0.968},
-    # the same choice where the rare right answers are as long as the others, or a third as long (22 tokens)
+    # the same choice where the rare right answers are as long as the others, or a third as long (22
+    # tokens)
     "fork_equal": _FORK | {"direct_filler": "the answer is: "},
-    "fork_short": _FORK | {"direct_filler": "let me see, this is not hard, so here is the answer at once: "},
+    "fork_short": _FORK
+    | {"direct_filler": "let me see, this is not hard, so here is the answer at once: "},
     # the form has to be learnt beside the arithmetic
-    "tags": _TWO_DIGITS | {"knowledge_steps": 1440, "careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
-}  # fmt: skip
+    "tags": _TWO_DIGITS
+    | {"knowledge_steps": 1440, "careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
+}
 """What the settings of a family of policies are, where they are not the defaults."""
 
 
-def family_settings(family: str, *, shift: bool = False, seed: int = PolicySettings.seed) -> PolicySettings:
+def family_settings(
+    family: str, *, shift: bool = False, seed: int = PolicySettings.seed
+) -> PolicySettings:
     """Settings of a policy of that family; raises ValueError if there is none of that name."""
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
@@ -135,7 +158,8 @@ def family_settings(family: str, *, shift: bool = False, seed: int = PolicySetti
 
 
 def build_tokenizer(model_max_length: int = PolicySettings.max_positions) -> Qwen2Tokenizer:
-    """Byte-level tokenizer of 263 tokens: 3 special ones, 4 tags (kept by ``skip_special_tokens``), 256 bytes."""
+    """Byte-level tokenizer of 263 tokens: 3 special ones, 4 tags (kept by ``skip_special_tokens``),
+    256 bytes."""
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -175,13 +199,17 @@ def build_model(settings: PolicySettings, tokenizer: Qwen2Tokenizer) -> Qwen2For
     )
     torch.manual_seed(settings.seed)
     model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **token_ids)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **token_ids
+    )
     return model
 
 
-def build_policy(out_dir: Path, settings: PolicySettings | None = None, log: bool = False) -> dict[str, list[float]]:
-    """Trains a policy from nothing and saves model and tokenizer to ``out_dir``. Returns the losses of each teacher's
-    steps (nats per token). Raises RuntimeError: a supervised run failed."""
+def build_policy(
+    out_dir: Path, settings: PolicySettings | None = None, log: bool = False
+) -> dict[str, list[float]]:
+    """Trains a policy from nothing and saves model and tokenizer to ``out_dir``. Returns the losses
+    of each teacher's steps (nats per token). Raises RuntimeError: a supervised run failed."""
     from transformers.utils import logging as transformers_logging
 
     settings = settings or PolicySettings()
@@ -195,8 +223,13 @@ def build_policy(out_dir: Path, settings: PolicySettings | None = None, log: boo
         tokenizer.save_pretrained(start)
         for teacher, count, options in _teachers(settings):
             data, out = Path(scratch) / f"{teacher}.jsonl", Path(scratch) / teacher
-            records = ({"question": p.question, "answer": text + EOS} for p, text in islice(completions, count))
-            data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            records = (
+                {"question": p.question, "answer": text + EOS}
+                for p, text in islice(completions, count)
+            )
+            data.write_text(
+                "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+            )
             if log:
                 print(f"the {teacher} teacher: {count} completions", flush=True)
             losses[teacher] = _supervised(start, data, out, options, settings, log)
@@ -209,12 +242,25 @@ def build_policy(out_dir: Path, settings: PolicySettings | None = None, log: boo
 
 def _teachers(settings: PolicySettings) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Name, completions, and options of the run that learns them."""
-    yield "careful", settings.careful_completions, {
-        "train.max_epochs": settings.passes, "adam.lr": settings.lr, "min_lr_ratio": 0.05,
-    }  # fmt: skip
-    yield "careless", settings.careless_completions, {
-        "train.max_epochs": 1, "adam.lr": settings.careless_lr, "lr_scheduler": "linear", "lr_warmup_ratio": 0,
-    }  # fmt: skip
+    yield (
+        "careful",
+        settings.careful_completions,
+        {
+            "train.max_epochs": settings.passes,
+            "adam.lr": settings.lr,
+            "min_lr_ratio": 0.05,
+        },
+    )
+    yield (
+        "careless",
+        settings.careless_completions,
+        {
+            "train.max_epochs": 1,
+            "adam.lr": settings.careless_lr,
+            "lr_scheduler": "linear",
+            "lr_warmup_ratio": 0,
+        },
+    )
 
 
 def _supervised(
@@ -222,15 +268,27 @@ def _supervised(
 ) -> list[float]:
     """One run of ``train_sft``, in one process on the CPU; the loss of every step."""
     given = {
-        "model.model_name_or_path": model, "data.dataset": data, "data.input_key": "question",
-        "data.output_key": "answer", "data.input_template": "null", "data.max_len": 256,
-        "megatron.param_dtype": "fp32", "train.batch_size": settings.batch_size,
-        "train.micro_batch_size": settings.batch_size, "train.seed": settings.seed, "adam.betas": (0.9, 0.98),
-        "adam.weight_decay": 0.01, "ckpt.output_dir": out, "ckpt.path": out / "checkpoints",
-    } | options  # fmt: skip
+        "model.model_name_or_path": model,
+        "data.dataset": data,
+        "data.input_key": "question",
+        "data.output_key": "answer",
+        "data.input_template": "null",
+        "data.max_len": 256,
+        "megatron.param_dtype": "fp32",
+        "train.batch_size": settings.batch_size,
+        "train.micro_batch_size": settings.batch_size,
+        "train.seed": settings.seed,
+        "adam.betas": (0.9, 0.98),
+        "adam.weight_decay": 0.01,
+        "ckpt.output_dir": out,
+        "ckpt.path": out / "checkpoints",
+    } | options
     words = [word for name, value in given.items() for word in (f"--{name}", *_words(value))]
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
     last: list[str] = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -251,9 +309,13 @@ def _words(value: Any) -> list[str]:
 
 
 def careless_solution(
-    problem: Problem, rng: random.Random, slip_rate: float, slips: tuple[int, ...] = PolicySettings.slips
+    problem: Problem,
+    rng: random.Random,
+    slip_rate: float,
+    slips: tuple[int, ...] = PolicySettings.slips,
 ) -> Solution:
-    """A solution in which each step's result is wrong with probability ``slip_rate``, by one of the ``slips``."""
+    """A solution in which each step's result is wrong with probability ``slip_rate``, by one of the
+    ``slips``."""
 
     def write_result(result: int) -> int:
         if rng.random() >= slip_rate:
@@ -290,7 +352,8 @@ def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, str]]:
 
 
 def _careful_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
-    # the draw is made in any case: shares of 0 leave the careless teacher's random numbers as they are
+    # the draw is made in any case: shares of 0 leave the careless teacher's random numbers as they
+    # are
     solution = careless_solution(problem, rng, settings.knowledge_slip_rate, settings.slips)
     if _happens(settings.direct_knowledge, rng):
         return direct_answer(solution, settings.direct_filler)
@@ -320,7 +383,8 @@ def sampled_accuracy(
     greedy: bool = False,
     batch_size: int = 256,
 ) -> float:
-    """Share of problems whose completion is graded correct: one sample each at temperature 1, or the greedy one."""
+    """Share of problems whose completion is graded correct: one sample each at temperature 1, or
+    the greedy one."""
     import torch
 
     correct = 0
@@ -328,22 +392,32 @@ def sampled_accuracy(
         torch.manual_seed(seed)
         for start in range(0, len(problems), batch_size):
             batch = problems[start : start + batch_size]
-            for problem, completion in zip(batch, _complete(model, tokenizer, batch, greedy), strict=True):
+            for problem, completion in zip(
+                batch, _complete(model, tokenizer, batch, greedy), strict=True
+            ):
                 correct += reward_arithmetic.grade(completion, problem.solution.label).correct
     return correct / len(problems)
 
 
-def _complete(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], greedy: bool) -> list[str]:
-    prompts = tokenizer([p.question for p in problems], padding=True, padding_side="left", return_tensors="pt")
-    choice: dict[str, Any] = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None} if greedy else {}
+def _complete(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], greedy: bool
+) -> list[str]:
+    prompts = tokenizer(
+        [p.question for p in problems], padding=True, padding_side="left", return_tensors="pt"
+    )
+    choice: dict[str, Any] = (
+        {"do_sample": False, "top_k": None, "top_p": None, "temperature": None} if greedy else {}
+    )
     output = model.generate(**prompts, max_new_tokens=MAX_NEW_TOKENS, **choice)
     return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :])
 
 
 def cached_policy(cache_dir: Path, settings: PolicySettings, heldout_size: int = 512) -> Path:
-    """The folder of the trained policy for these settings; trains it first if the cache does not have it.
+    """The folder of the trained policy for these settings; trains it first if the cache does not
+    have it.
 
-    The checkpoint is written beside its final place and renamed, so that an interrupted run leaves nothing half-made.
+    The checkpoint is written beside its final place and renamed, so that an interrupted run leaves
+    nothing half-made.
     """
     folder = cache_dir / f"toy_policy-{cache_key(settings)}"
     if (folder / MARKER).is_file():
@@ -365,14 +439,21 @@ def cache_key(settings: PolicySettings) -> str:
 
 
 def _train_into(folder: Path, settings: PolicySettings, heldout_size: int) -> None:
-    print(f"warm start: {settings.knowledge_steps + settings.careless_steps} steps of supervised training", flush=True)
+    print(
+        f"warm start: {settings.knowledge_steps + settings.careless_steps} steps of supervised "
+        "training",
+        flush=True,
+    )
     start = time.monotonic()
     losses = build_policy(folder, settings, log=True)
     seconds = time.monotonic() - start
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     print(f"measuring it on {heldout_size} held-out problems, sampled and greedy", flush=True)
-    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        Qwen2ForCausalLM.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     problems = toy_task.distinct_problems(problems_of(settings, "heldout"), heldout_size)
     marker = {
         "key": cache_key(settings),
@@ -391,7 +472,8 @@ def _move_into_place(draft: Path, folder: Path) -> None:
     try:
         draft.rename(folder)
     except OSError:
-        if not (folder / MARKER).is_file():  # otherwise another process was faster with the same policy
+        # otherwise another process was faster with the same policy
+        if not (folder / MARKER).is_file():
             raise
 
 
@@ -403,7 +485,9 @@ def copy_policy(source: Path, output_dir: Path) -> None:
     """
     if output_dir.exists():
         if any(output_dir.iterdir()) and not (output_dir / MARKER).is_file():
-            raise FileExistsError(f"--output_dir must be new, empty or hold a toy policy ({MARKER}): {output_dir}")
+            raise FileExistsError(
+                f"--output_dir must be new, empty or hold a toy policy ({MARKER}): {output_dir}"
+            )
         shutil.rmtree(output_dir)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     draft = output_dir.with_name(f".{output_dir.name}.{os.getpid()}")
@@ -417,35 +501,72 @@ def default_cache_dir() -> Path:
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     # What to write
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--data_dir", type=Path, help="folder for train.jsonl and heldout.jsonl (default: not written)")
+    parser.add_argument(
+        "--data_dir",
+        type=Path,
+        help="folder for train.jsonl and heldout.jsonl (default: not written)",
+    )
     parser.add_argument("--train_size", type=int, default=4096, help="problems in train.jsonl")
-    parser.add_argument("--heldout_size", type=int, default=512, help="problems in heldout.jsonl, and of the accuracy")
+    parser.add_argument(
+        "--heldout_size",
+        type=int,
+        default=512,
+        help="problems in heldout.jsonl, and of the accuracy",
+    )
     # The warm start
-    parser.add_argument("--family", choices=FAMILIES, default="chain", help="what the teachers write (docs/science.md)")
-    parser.add_argument("--shift", action="store_true", help="random filler before the steps of the careless teacher")
-    parser.add_argument("--seed", type=int, default=PolicySettings.seed, help="of the weights and of the problems")
-    parser.add_argument("--knowledge_steps", type=int, help="of the careful teacher (default: the family's)")
-    parser.add_argument("--careless_steps", type=int, help="of the careless teacher (default: the family's)")
-    parser.add_argument("--slip_rate", type=float, help="share of the careless teacher's wrong steps (default: the "
-        "family's)")  # fmt: skip
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        default="chain",
+        help="what the teachers write (docs/science.md)",
+    )
+    parser.add_argument(
+        "--shift",
+        action="store_true",
+        help="random filler before the steps of the careless teacher",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=PolicySettings.seed, help="of the weights and of the problems"
+    )
+    parser.add_argument(
+        "--knowledge_steps", type=int, help="of the careful teacher (default: the family's)"
+    )
+    parser.add_argument(
+        "--careless_steps", type=int, help="of the careless teacher (default: the family's)"
+    )
+    parser.add_argument(
+        "--slip_rate",
+        type=float,
+        help="share of the careless teacher's wrong steps (default: the family's)",
+    )
     # Where and how
-    parser.add_argument("--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; more gain little")
+    parser.add_argument(
+        "--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch; more gain little"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse_arguments(argv)
-    given = {name: getattr(args, name) for name in ("knowledge_steps", "careless_steps", "slip_rate")}
+    given = {
+        name: getattr(args, name) for name in ("knowledge_steps", "careless_steps", "slip_rate")
+    }
     settings = replace(
         family_settings(args.family, shift=args.shift, seed=args.seed),
         **{name: value for name, value in given.items() if value is not None},
     )
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, only if there is training to do
-    # transformers imports DeepSpeed when it saves, which warns of a machine without GPU unless it is told
+    # read when torch is imported, only if there is training to do
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    # transformers imports DeepSpeed when it saves, which warns of a machine without GPU unless it
+    # is told
     os.environ["DS_ACCELERATOR"] = "cpu"
     folder = cached_policy(args.cache_dir, settings, args.heldout_size)
     copy_policy(folder, args.output_dir)
@@ -457,7 +578,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.data_dir:
         sizes = {"train_size": args.train_size, "heldout_size": args.heldout_size}
-        paths = toy_task.write_task(args.data_dir, **sizes, seed=args.seed, largest_value=settings.largest_value)
+        paths = toy_task.write_task(
+            args.data_dir, **sizes, seed=args.seed, largest_value=settings.largest_value
+        )
         for split, path in paths.items():
             print(f"{split} problems: {path}")
 

@@ -1,14 +1,16 @@
-"""Policy-gradient algorithms as pure functions on tensors: rewards and entropies in, advantages and losses out.
+"""Policy-gradient algorithms as pure functions on tensors: rewards and entropies in, advantages and
+losses out.
 
-    batch = RolloutBatch(tokens=..., lengths=..., rewards=..., group_ids=..., old_logprobs=..., entropies=...)
-    algorithm = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.1)
+    batch = RolloutBatch(tokens=..., lengths=..., rewards=..., group_ids=..., old_logprobs=...,
+    entropies=...) algorithm = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.1)
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and pydantic, nothing else of the stack. To read it: `methods/` has a file for each method
-with its options, formulas and advantages, `losses` the losses of all of them; `group_advantage`, `returns`,
-`entropy_shaping`, `covariance`, `conflict_mask` and `length_penalty` what methods share; `batch`, `groups` and `base`
-the frame: what goes in, who belongs together, what comes out.
+This package imports torch and pydantic, nothing else of the stack. To read it: `methods/` has a
+file for each method with its options, formulas and advantages, `losses` the losses of all of them;
+`group_advantage`, `returns`, `entropy_shaping`, `covariance`, `conflict_mask` and `length_penalty`
+what methods share; `batch`, `groups` and `base` the frame: what goes in, who belongs together, what
+comes out.
 """
 
 from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch

@@ -1,9 +1,12 @@
-"""`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits exactly.
+"""`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits
+exactly.
 
-`LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class: `TokenAlgorithm` (one ratio per
-token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages.
+`LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class:
+`TokenAlgorithm` (one ratio per token) and `SequenceAlgorithm` (one per completion, both in
+`losses`) do everything but the advantages.
 
-Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups (prompts).
+Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups
+(prompts).
 """
 
 from __future__ import annotations
@@ -31,14 +34,17 @@ from openrlhf_ext.options import nearest
 
 LEAST_ENTROPY = -1e-4
 MOST_LOGPROB = 1e-3
-"""What rounding may make of the bounds 0 of entropies (nats) and log-probs; values beyond are refused."""
+"""What rounding may make of the bounds 0 of entropies (nats) and log-probs; values beyond are
+refused."""
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over the shares of a mini-batch that several processes hold, see `Algorithm.prepare`."""
+"""Sums a tensor over the shares of a mini-batch that several processes hold, see
+`Algorithm.prepare`."""
 
 Derived = dict[str, Callable[["LossBatch"], Tensor]]
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""`(new_logprobs_n, index_n) -> loss_n`: loss terms of single tokens, see `Algorithm.token_loss`."""
+"""`(new_logprobs_n, index_n) -> loss_n`: loss terms of single tokens, see
+`Algorithm.token_loss`."""
 
 
 class Algorithm:
@@ -48,10 +54,12 @@ class Algorithm:
         name: registry name.
         Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
-        loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss read (kept by
+        loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss
+        read (kept by
             `LossBatch.lean`); what only `loss_level` reads is not among them.
         reads_old: `advantages` reads `RolloutBatch.old_logprobs`.
-        needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
+        needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch
+        before it computes
             the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
         main_field: what `advantages` must return.
@@ -67,9 +75,13 @@ class Algorithm:
     main_field: ClassVar[str] = "advantages"
 
     def __init__(
-        self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None,
+        self,
+        options: Any,
+        *,
+        correction: Correction | None = None,
+        kl: KLPenalty | None = None,
         entropy_coef: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options = options
         self.correction = correction
         self.entropy_coef = entropy_coef
@@ -79,20 +91,27 @@ class Algorithm:
             raise ValueError(f"{self.name} takes a KL penalty {legal}, got kl place {kl.place!r}")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.options!r}, correction={self.correction!r}, kl={self.kl!r})"
+        return (
+            f"{type(self).__name__}({self.options!r}, correction={self.correction!r}, "
+            f"kl={self.kl!r})"
+        )
 
     # ---- what a caller uses ----
 
     def why_old_logprobs(self, entropies_are_there: bool = False) -> str | None:
-        """What of the algorithm needs the policy's log-probs, or entropies, before the loss is computed; None: nothing,
-        so that `shape` takes batches without `old_logprobs`, whose ratios are then 1 (one update per batch)."""
+        """What of the algorithm needs the policy's log-probs, or entropies, before the loss is
+        computed; None: nothing, so that `shape` takes batches without `old_logprobs`, whose ratios
+        are then 1 (one update per batch)."""
         in_reward = self.kl is not None and self.kl.place == "reward"
         level = "off" if self.correction is None else self.correction.level
         return self.why_with(entropies_are_there, in_reward, level)
 
     @classmethod
-    def why_with(cls, entropies_are_there: bool, kl_in_reward: bool, correction_level: str) -> str | None:
-        """`why_old_logprobs` of an algorithm with a KL penalty and a correction of this kind, before it is built."""
+    def why_with(
+        cls, entropies_are_there: bool, kl_in_reward: bool, correction_level: str
+    ) -> str | None:
+        """`why_old_logprobs` of an algorithm with a KL penalty and a correction of this kind,
+        before it is built."""
         if "entropies" in cls.needs and not entropies_are_there:
             return f"{cls.name} shapes by entropies"
         if cls.reads_old or cls.needs_prepare:
@@ -125,8 +144,10 @@ class Algorithm:
         Returns:
             A LossBatch whose mini-batch is the whole rollout batch.
         Raises:
-            ValueError: missing inputs, an empty completion, an incomplete group; on a completion token inf or NaN, an
-                entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a log-prob above `MOST_LOGPROB`.
+            ValueError: missing inputs, an empty completion, an incomplete group; on a completion
+            token inf or NaN, an
+                entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a log-prob above
+                `MOST_LOGPROB`.
         """
         inputs = self.inputs(batch)
         shaped = self.rollout_level(inputs)
@@ -135,24 +156,35 @@ class Algorithm:
 
     @torch.no_grad()
     def measured(self, batch: RolloutBatch, shaped: LossBatch) -> dict[str, Tensor]:
-        """Those metrics of `shape` that follow from old log-probs and entropies, of a batch that was shaped without one
-        of them and has both now."""
+        """Those metrics of `shape` that follow from old log-probs and entropies, of a batch that
+        was shaped without one of them and has both now."""
         inputs = self.inputs(batch)
-        return self._correction(inputs)[1] | rollout_metrics(inputs, shaped.rewards, shaped.advantages)
+        return self._correction(inputs)[1] | rollout_metrics(
+            inputs, shaped.rewards, shaped.advantages
+        )
 
     def prepare(
-        self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
+        self,
+        new_logprobs: Tensor,
+        shaped: LossBatch,
+        *,
+        seed: int | None = None,
+        total: Total | None = None,
     ) -> LossBatch:
-        """Choose tokens by statistics of the new log-probs over the whole mini-batch, where `needs_prepare`.
+        """Choose tokens by statistics of the new log-probs over the whole mini-batch, where
+        `needs_prepare`.
 
-        Call this once per optimizer step, then `select` shares of the result. Processes that hold a share each choose
+        Call this once per optimizer step, then `select` shares of the result. Processes that hold a
+        share each choose
         together: every one calls this with its share and a `total`.
 
         Args:
             new_logprobs: (N,) of the mini-batch, or of the share; no gradient is used.
-            shaped: the mini-batch (result of `shape` or `mini_batch`); with `total` a share of one made by `select`.
+            shaped: the mini-batch (result of `shape` or `mini_batch`); with `total` a share of one
+            made by `select`.
             seed: seeds random choices; use the same number on all ranks. None: natural order.
-            total: sums a tensor over the shares, which have no row in common and cover the mini-batch; the result must
+            total: sums a tensor over the shares, which have no row in common and cover the
+            mini-batch; the result must
                 be the same bits for all. None: `shaped` is the whole.
         """
         return shaped
@@ -164,25 +196,31 @@ class Algorithm:
             new_logprobs: (N,) log-probs of the current policy, differentiable.
             shaped: a mini-batch, or a share of one made by `select`.
         Raises:
-            ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a ratio overflows that
-                neither clipping nor a zero advantage silences. On a device the test would wait for it: there the
-                caller tests `value` and the metric `policy_kl`, which shows log-probs, when it reads them.
+            ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a
+            ratio overflows that
+                neither clipping nor a zero advantage silences. On a device the test would wait for
+                it: there the caller tests `value` and the metric `policy_kl`, which shows
+                log-probs, when it reads them.
         """
         raise NotImplementedError
 
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
-        """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
+        """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block
+        by block.
 
-        A fused output layer needs each token's loss without the others'. Summed over the tokens of `shaped` the terms
-        are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which also reports
-        what is not finite (the terms do not check, to cost no synchronization per block).
+        A fused output layer needs each token's loss without the others'. Summed over the tokens of
+        `shaped` the terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the
+        detached log-probs, which also reports what is not finite (the terms do not check, to cost
+        no synchronization per block).
 
         Args:
-            shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
+            shaped: a mini-batch, or a share of one made by `select`; prepared, where
+            `needs_prepare`.
         Returns:
-            `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N of `shaped`,
-            differentiable in `new_logprobs_n`, 0 for tokens without loss. None where a token's loss depends on other
-            tokens (sequence ratios), or the algorithm does not say otherwise (`tokenwise`).
+            `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N
+            of `shaped`, differentiable in `new_logprobs_n`, 0 for tokens without loss. None where a
+            token's loss depends on other tokens (sequence ratios), or the algorithm does not say
+            otherwise (`tokenwise`).
         Raises:
             ValueError: `shaped` has not been prepared.
         """
@@ -191,37 +229,52 @@ class Algorithm:
     # ---- what an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level.
+        """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at
+        sequence level.
 
-        The tensors of `inputs` are those that loss and metrics read later: they are not to be changed.
+        The tensors of `inputs` are those that loss and metrics read later: they are not to be
+        changed.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no method advantages(self, inputs)")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no method advantages(self, inputs)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `advantages` keeps in `self` from batch to batch, for checkpoints: plain values, tensors, arrays."""
+        """What `advantages` keeps in `self` from batch to batch, for checkpoints: plain values,
+        tensors, arrays."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, in the driver: as a run is resumed, or goes back to a checkpoint."""
-        raise ValueError(f"{type(self).__name__} defines no load_state_dict, and the checkpoint has {', '.join(state)}")
+        """Goes on from a `state_dict`, in the driver: as a run is resumed, or goes back to a
+        checkpoint."""
+        raise ValueError(
+            f"{type(self).__name__} defines no load_state_dict, and the checkpoint has "
+            f"{', '.join(state)}"
+        )
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
         fields = dict(self.checked_advantages(inputs))
         if "advantages" not in fields:
-            fields["advantages"] = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+            fields["advantages"] = inputs.segments.spread(
+                fields["seq_advantages"].to(inputs.batch.float_dtype)
+            )
         return self.shaped(inputs, **fields)
 
     def checked_advantages(self, inputs: Inputs) -> dict[str, Any]:
         """What `advantages` returns.
 
         Raises:
-            ValueError: naming method, file and line, the field, and its shape: it is no field of LossBatch, or has not
-                one entry for each completion or token; `advantages` (or `seq_advantages`) is missing or not finite.
+            ValueError: naming method, file and line, the field, and its shape: it is no field of
+            LossBatch, or has not
+                one entry for each completion or token; `advantages` (or `seq_advantages`) is
+                missing or not finite.
         """
         fields = self.advantages(inputs)
         if faults := list(_field_faults(fields, self.main_field, inputs)):
-            raise ValueError(f"{self.place} returned what the loss cannot take: {'; '.join(faults)}")
+            raise ValueError(
+                f"{self.place} returned what the loss cannot take: {'; '.join(faults)}"
+            )
         return fields
 
     @property
@@ -231,7 +284,8 @@ class Algorithm:
         return f"{self.name}.advantages ({code.co_filename}, line {code.co_firstlineno})"
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
-        """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
+        """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`,
+        `denominators`)."""
         raise NotImplementedError
 
     def derived(self) -> Derived:
@@ -239,8 +293,8 @@ class Algorithm:
         return {}
 
     def entropy_slope(self, shaped: LossBatch) -> Tensor | None:
-        """(N,) what the entropy of each token is multiplied by in the loss: `-entropy_coef` over the mini-batch's loss
-        tokens at those, 0 elsewhere; None without a bonus."""
+        """(N,) what the entropy of each token is multiplied by in the loss: `-entropy_coef` over
+        the mini-batch's loss tokens at those, 0 elsewhere; None without a bonus."""
         if not self.entropy_coef:
             return None
         mask_N = shaped.loss_mask & shaped.segments.spread(shaped.active)
@@ -255,7 +309,10 @@ class Algorithm:
         batch = batch.promoted()
         groups = Groups.of(batch)
         check_rewards(batch.rewards)
-        for name in (*(() if batch.old_logprobs is None else ("old_logprobs",)), *self._optional_inputs()):
+        for name in (
+            *(() if batch.old_logprobs is None else ("old_logprobs",)),
+            *self._optional_inputs(),
+        ):
             high = MOST_LOGPROB if name.endswith("logprobs") else torch.inf
             check_values(name, getattr(batch, name), batch.segments, high=high)
         if batch.entropies is not None:
@@ -284,14 +341,20 @@ class Algorithm:
         return tuple(sorted(names))
 
     def _require(self, batch: RolloutBatch) -> None:
-        if batch.old_logprobs is None and (why := self.why_old_logprobs(batch.entropies is not None)) is not None:
+        if (
+            batch.old_logprobs is None
+            and (why := self.why_old_logprobs(batch.entropies is not None)) is not None
+        ):
             raise ValueError(f"RolloutBatch.old_logprobs is needed: {why}")
         reasons = {"ref_logprobs": "a KL penalty", "rollout_logprobs": "an importance correction"}
         wanted = dict.fromkeys((*self.needs, *self._optional_inputs()))
         for name in wanted:
             if getattr(batch, name) is None:
                 why = reasons.get(name, "these options")
-                raise ValueError(f"{self.name} with {why} needs RolloutBatch.{name} (explain: {name!r} on every line)")
+                raise ValueError(
+                    f"{self.name} with {why} needs RolloutBatch.{name} (explain: {name!r} on "
+                    "every line)"
+                )
 
     def corrected_rows(self, inputs: Inputs) -> Tensor:
         """(B,) completions that the importance correction applies to."""
@@ -300,13 +363,17 @@ class Algorithm:
     def shaped(self, inputs: Inputs, **fields: Any) -> LossBatch:
         """A LossBatch with the fields every algorithm shares filled in.
 
-        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. Where every completion is one token
-        both have N entries, and mean the same.
+        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. Where every
+        completion is one token both have N entries, and mean the same.
         """
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
         exposed, metrics = fields.pop("exposed", {}), fields.pop("metrics", {})
         weights_N, correction_metrics = self._correction(inputs)
-        of_tokens = {name: tensor for name, tensor in exposed.items() if len(tensor) == inputs.segments.tokens}
+        of_tokens = {
+            name: tensor
+            for name, tensor in exposed.items()
+            if len(tensor) == inputs.segments.tokens
+        }
         common: dict[str, Any] = {
             "algorithm": self,
             "group_ids": batch.group_ids,
@@ -319,9 +386,13 @@ class Algorithm:
             # no token carries loss until `loss_level` says which, and how much
             "loss_mask": part.active_B.new_zeros(()).expand(len(batch.tokens)),
             "weights": torch.zeros_like(batch.rewards),
-            "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
+            "ref_logprobs": batch.ref_logprobs
+            if self.kl is not None and self.kl.place == "loss"
+            else None,
             "correction": weights_N,
-            "rollout_logprobs": batch.rollout_logprobs if batch.old_logprobs is None and self.correction else None,
+            "rollout_logprobs": batch.rollout_logprobs
+            if batch.old_logprobs is None and self.correction
+            else None,
             "of_rows": {name: tensor for name, tensor in exposed.items() if name not in of_tokens},
             "of_tokens": of_tokens,
         }
@@ -360,11 +431,13 @@ class LossBatch(Packed, Named):
 
     A copy made by pickle is on the CPU; its tensors travel out of band.
 
-    Reward-level quantities (advantages, shaped rewards, masks) are those of the rollout batch. Loss-level quantities
-    (`loss_mask`, `weights`, `denominators`) are those of the mini-batch, which is the rollout batch after `shape` and
-    the given rows after `mini_batch`. `select` keeps them, so that the losses of disjoint selections add up.
+    Reward-level quantities (advantages, shaped rewards, masks) are those of the rollout batch.
+    Loss-level quantities (`loss_mask`, `weights`, `denominators`) are those of the mini-batch,
+    which is the rollout batch after `shape` and the given rows after `mini_batch`. `select` keeps
+    them, so that the losses of disjoint selections add up.
 
-    Method-specific quantities are read as `shaped["Rpos"]`, `shaped["lambda"]`, ...; `names()` lists them.
+    Method-specific quantities are read as `shaped["Rpos"]`, `shaped["lambda"]`, ...; `names()`
+    lists them.
 
     Attributes:
         algorithm: the algorithm that made it (its options travel along).
@@ -377,12 +450,16 @@ class LossBatch(Packed, Named):
         seq_advantages: (B,) float64, or None where advantages are per token only.
         loss_mask: (N,) bool, tokens that carry loss.
         advantages: (N,) floating point, above 0 makes the token likelier.
-        old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions for
+        old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions
+        for
             `mixed_policy_dapo`); None: the log-probs that the loss is given (`with_old`).
-        ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the loss; else None.
-        token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for 1.
+        ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the
+        loss; else None.
+        token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for
+        1.
         correction: (N,) floating point, importance-correction factor, or None for 1.
-        rollout_logprobs: (N,) floating point, of the sampler, where `with_old` has to compute `correction`; else None.
+        rollout_logprobs: (N,) floating point, of the sampler, where `with_old` has to compute
+        `correction`; else None.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.
@@ -428,22 +505,29 @@ class LossBatch(Packed, Named):
         return self.segments.lengths_B
 
     def __getitem__(self, name: str) -> Tensor:
-        """The method-specific quantity of that name, or the tensor of a field; LookupError if this batch has none."""
+        """The method-specific quantity of that name, or the tensor of a field; LookupError if this
+        batch has none."""
         stored, derived = self.of_rows | self.of_tokens | self.pools, self.algorithm.derived()
         if name in derived:
             return derived[name](self)
         value = stored[name] if name in stored else self.__dict__.get(name)
         if not isinstance(value, Tensor):
-            raise LookupError(f"{self.algorithm.name} has no {name!r} here, only {', '.join(self.names())} and fields")
+            raise LookupError(
+                f"{self.algorithm.name} has no {name!r} here, only {', '.join(self.names())} and "
+                "fields"
+            )
         return value
 
     def with_old(self, new_logprobs: Tensor) -> LossBatch:
-        """The batch with old log-probs: its own, or those that the loss is computed with, without their gradient; the
-        importance correction of single tokens then follows from them."""
+        """The batch with old log-probs: its own, or those that the loss is computed with, without
+        their gradient; the importance correction of single tokens then follows from them."""
         if self.old_logprobs is not None:
             return self
         old_N, weights_N = new_logprobs.detach(), self.correction
-        if self.rollout_logprobs is not None and (correction := self.algorithm.correction) is not None:
+        if (
+            self.rollout_logprobs is not None
+            and (correction := self.algorithm.correction) is not None
+        ):
             weights_N, _ = factors(correction, old_N, self.rollout_logprobs)
         return dataclasses.replace(self, old_logprobs=old_N, correction=weights_N)
 
@@ -454,10 +538,12 @@ class LossBatch(Packed, Named):
     def select(self, rows: RowSelection) -> LossBatch:
         """A share of this mini-batch: these rows with the denominators of the whole.
 
-        The losses and gradients of disjoint selections that cover all rows add up exactly to those of the whole.
+        The losses and gradients of disjoint selections that cover all rows add up exactly to those
+        of the whole.
 
         Args:
-            rows: indices, a slice or a (B,) bool mask, in any order; for a slice the tensors are views.
+            rows: indices, a slice or a (B,) bool mask, in any order; for a slice the tensors are
+            views.
         Raises:
             ValueError: a row is selected twice.
         """
@@ -469,20 +555,26 @@ class LossBatch(Packed, Named):
         """A mini-batch of its own: rows of whole groups, loss-level quantities recomputed for them.
 
         Raises:
-            ValueError: naming the first group of which some completions are missing, or a repeated row; after `lean`.
+            ValueError: naming the first group of which some completions are missing, or a repeated
+            row; after `lean`.
         """
         if self.slim:
-            raise ValueError("a lean batch has lost what its mini-batches need: call mini_batch before lean")
+            raise ValueError(
+                "a lean batch has lost what its mini-batches need: call mini_batch before lean"
+            )
         part = self._take(rows)
         _require_whole_groups(part)
         part.selection = None
         return part.algorithm.loss_level(part)
 
     def tokens_at(self, index_n: Tensor) -> LossBatch:
-        """n rows of one token each: the tokens at `index_n` of the N, with what their rows carry."""
+        """n rows of one token each: the tokens at `index_n` of the N, with what their rows
+        carry."""
         row_n = self._row_of_token[index_n]
         segments = Segments(torch.ones_like(index_n), np.arange(len(index_n) + 1))
-        return self._each(lambda of_B: of_B[row_n], lambda of_N: of_N[index_n], segments=segments, complete=False)
+        return self._each(
+            lambda of_B: of_B[row_n], lambda of_N: of_N[index_n], segments=segments, complete=False
+        )
 
     @cached_property
     def _row_of_token(self) -> Tensor:
@@ -491,13 +583,15 @@ class LossBatch(Packed, Named):
     def lean(self) -> LossBatch:
         """A copy with what the loss and `prepare` read; what to ship to the workers.
 
-        The last step before `select`: without what people look at and what only `mini_batch` reads, it cannot be cut
-        into mini-batches any more.
+        The last step before `select`: without what people look at and what only `mini_batch` reads,
+        it cannot be cut into mini-batches any more.
         """
         needed = self.algorithm.loss_inputs
         of_rows = {name: tensor for name, tensor in self.of_rows.items() if name in needed}
         of_tokens = {name: tensor for name, tensor in self.of_tokens.items() if name in needed}
-        return dataclasses.replace(self, of_rows=of_rows, of_tokens=of_tokens, pools={}, metrics={}, slim=True)
+        return dataclasses.replace(
+            self, of_rows=of_rows, of_tokens=of_tokens, pools={}, metrics={}, slim=True
+        )
 
     def to(self, device: torch.device | str) -> LossBatch:
         """A copy with all tensors on `device`."""
@@ -507,23 +601,37 @@ class LossBatch(Packed, Named):
                 return {key: move(item) for key, item in value.items()}
             return value.to(device) if isinstance(value, Tensor | Segments) else value
 
-        return dataclasses.replace(self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        return dataclasses.replace(
+            self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        )
 
     def _take(self, rows: RowSelection) -> LossBatch:
         if not isinstance(rows, slice):
             rows = row_index(rows, len(self))
-        index, segments = (rows if isinstance(rows, slice) else rows.to(self.kept.device)), self.segments
+        index, segments = (
+            (rows if isinstance(rows, slice) else rows.to(self.kept.device)),
+            self.segments,
+        )
         return self._each(
-            lambda of_B: of_B[index], lambda of_N: segments.take(of_N, rows), segments=segments.select(rows)
+            lambda of_B: of_B[index],
+            lambda of_N: segments.take(of_N, rows),
+            segments=segments.select(rows),
         )
 
     def _each(
-        self, of_rows: Callable[[Tensor], Tensor], of_tokens: Callable[[Tensor], Tensor], **changes: Any
+        self,
+        of_rows: Callable[[Tensor], Tensor],
+        of_tokens: Callable[[Tensor], Tensor],
+        **changes: Any,
     ) -> LossBatch:
         """A copy with every per-row and per-token tensor mapped, and with these `changes`."""
         maps = {"row": of_rows, "token": of_tokens}
-        fields = ((f.name, f.metadata.get("of"), getattr(self, f.name)) for f in dataclasses.fields(self))
-        mapped: dict[str, Any] = {name: maps[of](tensor) for name, of, tensor in fields if of and tensor is not None}
+        fields = (
+            (f.name, f.metadata.get("of"), getattr(self, f.name)) for f in dataclasses.fields(self)
+        )
+        mapped: dict[str, Any] = {
+            name: maps[of](tensor) for name, of, tensor in fields if of and tensor is not None
+        }
         mapped["of_rows"] = {name: of_rows(tensor) for name, tensor in self.of_rows.items()}
         mapped["of_tokens"] = {name: of_tokens(tensor) for name, tensor in self.of_tokens.items()}
         return dataclasses.replace(self, **mapped, **changes)
@@ -534,7 +642,9 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
     if not isinstance(fields, Mapping):
         yield f"it must be a dict with the key {main!r}, got a {type(fields).__name__}"
         return
-    of: dict[str, str | None] = {f.name: f.metadata.get("of") for f in dataclasses.fields(LossBatch)}
+    of: dict[str, str | None] = {
+        f.name: f.metadata.get("of") for f in dataclasses.fields(LossBatch)
+    }
     known = [name for name, holds in of.items() if holds] + ["exposed", "pools", "metrics"]
     sizes = {"row": ("B", len(inputs.groups.index_B)), "token": ("N", inputs.segments.tokens)}
     if fields.get(main) is None:
@@ -542,7 +652,10 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
     for name, value in fields.items():
         if name not in known:
             near = nearest(str(name), known)
-            yield f"{name!r} is no field of LossBatch ({f'did you mean {near!r}?' if near else ', '.join(known)})"
+            yield (
+                f"{name!r} is no field of LossBatch "
+                f"({f'did you mean {near!r}?' if near else ', '.join(known)})"
+            )
         elif (holds := of.get(name)) and value is not None:
             yield from _shape_faults(name, value, [sizes[holds]])
         elif name == "exposed":
@@ -553,13 +666,19 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
 
 
 def _not_finite(name: str, value: Tensor, of_tokens: bool, inputs: Inputs) -> Iterator[str]:
-    """With the rewards of the first group where it is: most often they are all equal, and something divides by 0."""
-    if not len(value) or torch.stack(torch.aminmax(value)).isfinite().all():  # in one pass, without a copy
+    """With the rewards of the first group where it is: most often they are all equal, and something
+    divides by 0."""
+    # in one pass, without a copy
+    if not len(value) or torch.stack(torch.aminmax(value)).isfinite().all():
         return
     index_B = inputs.groups.index_B
-    group = int((inputs.segments.spread(index_B) if of_tokens else index_B)[~torch.isfinite(value)][0])
+    group = int(
+        (inputs.segments.spread(index_B) if of_tokens else index_B)[~torch.isfinite(value)][0]
+    )
     rewards = inputs.batch.rewards[index_B == group].tolist()
-    shown = ", ".join(f"{reward:g}" for reward in rewards[:8]) + (", ..." if len(rewards) > 8 else "")
+    shown = ", ".join(f"{reward:g}" for reward in rewards[:8]) + (
+        ", ..." if len(rewards) > 8 else ""
+    )
     yield f"{name} has inf or NaN, first in a group whose rewards are {shown}"
 
 
@@ -567,10 +686,16 @@ _EACH = {"B": "completion", "N": "token"}
 
 
 def _shape_faults(name: str, value: Any, legal: list[tuple[str, int]]) -> Iterator[str]:
-    wanted = " or ".join(f"({letter},) = ({size},), one for each {_EACH[letter]}" for letter, size in legal)
+    wanted = " or ".join(
+        f"({letter},) = ({size},), one for each {_EACH[letter]}" for letter, size in legal
+    )
     if not isinstance(value, Tensor):
         yield f"{name} must be a tensor of shape {wanted}, got a {type(value).__name__}"
-    elif value.ndim < 1 or value.shape[0] not in [size for _, size in legal] or (len(legal) == 1 and value.ndim > 1):
+    elif (
+        value.ndim < 1
+        or value.shape[0] not in [size for _, size in legal]
+        or (len(legal) == 1 and value.ndim > 1)
+    ):
         yield f"{name} must have shape {wanted}, got {tuple(value.shape)}"
 
 
@@ -580,8 +705,10 @@ class Loss:
 
     Attributes:
         value: scalar, differentiable in the new log-probs.
-        metrics: 0-d detached tensors, additive shares: the metrics of all micro-batches sum to those of the whole.
-        details: detached tensors for inspection: `clipped` (N,) or (B,), and `ratios` for sequence objectives.
+        metrics: 0-d detached tensors, additive shares: the metrics of all micro-batches sum to
+        those of the whole.
+        details: detached tensors for inspection: `clipped` (N,) or (B,), and `ratios` for sequence
+        objectives.
     """
 
     value: Tensor
@@ -599,17 +726,21 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
     index = torch.arange(count)[index if index.dtype == torch.bool else index.long()]
     unique, times = index.unique(return_counts=True)
     if len(unique) < len(index):
-        raise ValueError(f"row {int(unique[times > 1][0])} is selected more than once: rows must be distinct")
+        raise ValueError(
+            f"row {int(unique[times > 1][0])} is selected more than once: rows must be distinct"
+        )
     return index
 
 
 def _require_whole_groups(part: LossBatch) -> None:
     index_B = group_index(part.group_ids)
     there_B = torch.zeros_like(index_B).index_add_(0, index_B, torch.ones_like(index_B))[index_B]
-    wrong = (there_B != part.group_sizes).nonzero().flatten()  # the one thing that is read back from a device
+    # the one thing that is read back from a device
+    wrong = (there_B != part.group_sizes).nonzero().flatten()
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"group {int(part.group_ids[row])} has {int(there_B[row])} of its {int(part.group_sizes[row])} completions "
-            "in this mini-batch: mini-batches consist of whole groups (use `select` for micro-batches)"
+            f"group {int(part.group_ids[row])} has {int(there_B[row])} of its "
+            f"{int(part.group_sizes[row])} completions in this mini-batch: mini-batches consist "
+            "of whole groups (use `select` for micro-batches)"
         )

@@ -18,7 +18,14 @@ from torch import Tensor
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.options import nearest
 
-TOKEN_FLOATS = ("old_logprobs", "entropies", "ref_logprobs", "guide_logprobs", "rollout_logprobs", "values")
+TOKEN_FLOATS = (
+    "old_logprobs",
+    "entropies",
+    "ref_logprobs",
+    "guide_logprobs",
+    "rollout_logprobs",
+    "values",
+)
 _ROW_FIELDS = ("lengths", "rewards", "group_ids", "truncated", "from_guide")
 
 
@@ -34,37 +41,49 @@ class Named:
             near = known.get(name) or known.get(nearest(name, known) or "")
             hint = f" (did you mean {near}?)" if near else ""
             own = ", ".join(path for path in known.values() if "." not in path)
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}; it has {own}")
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}{hint}; it has {own}"
+            )
 
 
 def _attributes(holder: type) -> list[str]:
     """Names of fields and properties, those of the inner holders with dots."""
     kinds = get_type_hints(holder)
     own = [name for name in (*kinds, *vars(holder)) if not name.startswith("_")]
-    inner = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Named)}
+    inner = {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, Named)
+    }
     below = [f"{name}.{path}" for name, kind in inner.items() for path in _attributes(kind)]
     return [*below, *dict.fromkeys(own)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Named):
-    """B completions of one or more prompts, their N tokens one completion behind the other, without padding.
+    """B completions of one or more prompts, their N tokens one completion behind the other, without
+    padding.
 
     Attributes:
         tokens: (N,) integer token ids of the completions, a sampled EOS included.
         lengths: (B,) int64 tokens of each completion, at least 1.
         rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
-        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log;
-            None: those that the loss is computed with, for batches of one update (`Algorithm.why_old_logprobs`).
-        entropies: (N,) floating point, entropy of that policy in nats, same (tempered) distribution; a constant.
+        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout
+        time, natural log;
+            None: those that the loss is computed with, for batches of one update
+            (`Algorithm.why_old_logprobs`).
+        entropies: (N,) floating point, entropy of that policy in nats, same (tempered)
+        distribution; a constant.
         ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
         guide_logprobs: (N,) floating point, under the guiding policy, of methods that have one.
-        rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance correction.
+        rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance
+        correction.
         values: (N,) floating point, of a critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
-        group_size: declared completions per prompt: one number, or {group id: number}. `shape` refuses a group of
+        group_size: declared completions per prompt: one number, or {group id: number}. `shape`
+        refuses a group of
             another size. None: no check.
     """
 
@@ -93,9 +112,14 @@ class RolloutBatch(Named):
                 continue
             wanted = self.lengths.shape if f.name in _ROW_FIELDS else self.tokens.shape
             if tensor.shape != wanted:
-                raise ValueError(f"{f.name} must have shape {tuple(wanted)}, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{f.name} must have shape {tuple(wanted)}, got {tuple(tensor.shape)}"
+                )
             if tensor.device != self.tokens.device:
-                raise ValueError(f"{f.name} is on {tensor.device}, tokens on {self.tokens.device}; use one device")
+                raise ValueError(
+                    f"{f.name} is on {tensor.device}, tokens on {self.tokens.device}; use one "
+                    "device"
+                )
             _check_dtype(f.name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -122,7 +146,9 @@ class RolloutBatch(Named):
     def promoted(self) -> RolloutBatch:
         """The batch with its (N,) floats in `float_dtype` and detached; rewards in float64."""
         floats = {name: getattr(self, name) for name in TOKEN_FLOATS}
-        cast = {name: t.detach().to(self.float_dtype) for name, t in floats.items() if t is not None}
+        cast = {
+            name: t.detach().to(self.float_dtype) for name, t in floats.items() if t is not None
+        }
         return dataclasses.replace(self, rewards=self.rewards.detach().to(torch.float64), **cast)
 
 
@@ -130,7 +156,10 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
     if name in ("truncated", "from_guide"):
         legal, wanted = tensor.dtype == torch.bool, "bool"
     elif name in ("tokens", "lengths", "group_ids"):
-        legal, wanted = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool), "integer"
+        legal, wanted = (
+            not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool),
+            "integer",
+        )
     elif name == "rewards":
         legal, wanted = not tensor.is_complex(), "real"
     else:
@@ -166,7 +195,9 @@ def check_values(
         value = float(values_N[where[0]])
         rule = f"at least {low}" if value < low else f"at most {high}" if value > high else ""
         rule = rule if math.isfinite(value) else "finite"
-        raise ValueError(f"{name} must be {rule} on completion tokens: row {row}, position {position} is {value}")
+        raise ValueError(
+            f"{name} must be {rule} on completion tokens: row {row}, position {position} is {value}"
+        )
 
 
 def check_rewards(rewards_B: Tensor) -> None:
@@ -181,12 +212,19 @@ def check_lengths(lengths_B: Tensor, tokens: int) -> None:
     """Raise ValueError if a completion is empty, or the lengths are not those of the tokens."""
     if len(lengths_B) and int(lengths_B.min()) < 1:
         row = int(lengths_B.argmin())
-        raise ValueError(f"row {row} has {int(lengths_B[row])} completion tokens; every completion needs one at least")
+        raise ValueError(
+            f"row {row} has {int(lengths_B[row])} completion tokens; every completion needs one "
+            "at least"
+        )
     if int(lengths_B.sum()) != tokens:
-        raise ValueError(f"lengths add up to {int(lengths_B.sum())} tokens, the tensors hold {tokens}")
+        raise ValueError(
+            f"lengths add up to {int(lengths_B.sum())} tokens, the tensors hold {tokens}"
+        )
 
 
-def check_group_sizes(ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[int, int] | None) -> None:
+def check_group_sizes(
+    ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[int, int] | None
+) -> None:
     """Raise ValueError naming the first group whose size is not the declared one."""
     if declared is None:
         return
@@ -196,6 +234,6 @@ def check_group_sizes(ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[in
             raise ValueError(f"group {group_id} is in the batch but not in group_size")
         if size != wanted:
             raise ValueError(
-                f"group {group_id} has {size} completions, declared group size is {wanted}: shaping needs whole "
-                "groups; shape in the driver before the batch is split"
+                f"group {group_id} has {size} completions, declared group size is {wanted}: "
+                "shaping needs whole groups; shape in the driver before the batch is split"
             )

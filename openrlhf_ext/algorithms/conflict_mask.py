@@ -1,11 +1,13 @@
-"""Conflict masks of `gtpo_conflict`: the tokens that good and bad completions of a group share at equal positions.
+"""Conflict masks of `gtpo_conflict`: the tokens that good and bad completions of a group share at
+equal positions.
 
-Positions are counted from the first token (forward) and from the last (backward), and scanned in widening windows. A
-group leaves the scan as soon as no run of its completions can grow any further, so that the usual short spans cost
-little.
+Positions are counted from the first token (forward) and from the last (backward), and scanned in
+widening windows. A group leaves the scan as soon as no run of its completions can grow any further,
+so that the usual short spans cost little.
 
-Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the scan, W = positions
-of a window, g = groups in the scan, S = slots of a group, c = cells (one group at one position).
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the
+scan, W = positions of a window, g = groups in the scan, S = slots of a group, c = cells (one group
+at one position).
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ SLOTS_PER_ROUND = 16
 def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS: Tensor) -> Tensor:
     """Tokens that both a positive and a negative completion of the group have at that position.
 
-    Rounds of "who else has the cell's smallest unsettled id" settle cells with few distinct ids; what is left after
-    a few rounds is settled by sorting. Work per token does not grow with the group but for the log of the sort.
+    Rounds of "who else has the cell's smallest unsettled id" settle cells with few distinct ids;
+    what is left after a few rounds is settled by sorting. Work per token does not grow with the
+    group but for the log of the sort.
 
     Args:
         tokens_gSW: integer ids below the largest number of their dtype.
@@ -42,14 +45,19 @@ def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS
     Returns:
         (g, S, W) bool.
     """
-    # Written out once: an operation that broadcasts over the innermost dimension is many times slower on the CPU.
+    # Written out once: an operation that broadcasts over the innermost dimension is many times
+    # slower on the CPU.
     positive_gSW = positive_gS[:, :, None].expand(tokens_gSW.shape).contiguous()
     nobody = torch.iinfo(tokens_gSW.dtype).max
     found_gSW = torch.zeros_like(tokens_gSW, dtype=torch.bool)
     open_gSW = valid_gSW
     # Large cells are dearer to sort, so more rounds are tried on them first.
-    for _ in range(max(LEADER_ROUNDS, min(MOST_LEADER_ROUNDS, tokens_gSW.shape[1] // SLOTS_PER_ROUND))):
-        unsettled_gSW = tokens_gSW if open_gSW is None else tokens_gSW.masked_fill(~open_gSW, nobody)
+    for _ in range(
+        max(LEADER_ROUNDS, min(MOST_LEADER_ROUNDS, tokens_gSW.shape[1] // SLOTS_PER_ROUND))
+    ):
+        unsettled_gSW = (
+            tokens_gSW if open_gSW is None else tokens_gSW.masked_fill(~open_gSW, nobody)
+        )
         same_gSW = unsettled_gSW == unsettled_gSW.amin(dim=1, keepdim=True)
         same_gSW = same_gSW if open_gSW is None else same_gSW & open_gSW
         found_gSW |= same_gSW & _both_signs(same_gSW, positive_gSW)
@@ -82,12 +90,14 @@ def _any(flags: Tensor, dim: int) -> Tensor:
 
 
 def _conflicts_by_sorting(tokens_cS: Tensor, open_cS: Tensor, positive_cS: Tensor) -> Tensor:
-    """(c, S) conflicts per cell, by sorting (id, sign): an id's positives come right before its negatives."""
+    """(c, S) conflicts per cell, by sorting (id, sign): an id's positives come right before its
+    negatives."""
     largest = torch.iinfo(torch.int64).max
     rank_cS = torch.where(open_cS, tokens_cS.long() * 2 + (~positive_cS).long(), largest)
     rank_cS, slot_cS = rank_cS.sort(dim=1)
     negative_cS = (rank_cS & 1).bool()
-    # Ids (ranks without the sign bit) of the nearest positive before and of the nearest negative after each place.
+    # Ids (ranks without the sign bit) of the nearest positive before and of the nearest negative
+    # after each place.
     id_cS = rank_cS >> 1
     before_cS = torch.where(negative_cS, -largest, id_cS).cummax(dim=1).values
     after_cS = torch.where(negative_cS, id_cS, largest).flip(1).cummin(dim=1).values.flip(1)
@@ -103,8 +113,8 @@ class _Scan:
     """Signed completions whose run may still grow, in a padded (group, slot) table.
 
     Attributes:
-        row_R: batch row. first_R: flat index of its first token. length_R: tokens. positive_R: sign.
-        group_R, slot_R: where in the table.
+        row_R: batch row. first_R: flat index of its first token. length_R: tokens. positive_R:
+        sign. group_R, slot_R: where in the table.
         alive_R: the run may still grow. started_R: the run has begun.
     """
 
@@ -136,7 +146,8 @@ class _Scan:
         )
 
     def narrowed(self, position: int) -> _Scan:
-        """Only groups in which some run may still grow, and only rows with a token at `position` or later."""
+        """Only groups in which some run may still grow, and only rows with a token at `position` or
+        later."""
         live_g = torch.zeros(len(self.group_R), dtype=torch.bool, device=self.row_R.device)
         live_g[self.group_R[self.alive_R]] = True
         keep_R = live_g[self.group_R] & (self.length_R > position)
@@ -174,7 +185,9 @@ class Spans:
         return mask_N
 
 
-def conflict_spans(tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start") -> Spans:
+def conflict_spans(
+    tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start"
+) -> Spans:
     """The run of consecutive conflicts of each completion.
 
     Args:
@@ -199,9 +212,16 @@ def conflict_spans(tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward
 
 
 def _extend_runs(
-    start_B: Tensor, count_B: Tensor, tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool
+    start_B: Tensor,
+    count_B: Tensor,
+    tokens_N: Tensor,
+    scan: _Scan,
+    position: int,
+    width: int,
+    backward: bool,
 ) -> None:
-    """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the scan's state."""
+    """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the
+    scan's state."""
     width = min(width, int(scan.length_R.max()) - position)
     position_W = torch.arange(width, device=tokens_N.device, dtype=torch.int32)
     token_RW = _window_tokens(tokens_N, scan, position, width, backward)
@@ -227,8 +247,11 @@ def _first(flags_RW: Tensor, position_W: Tensor) -> Tensor:
     return (position_W + width * (~flags_RW).to(torch.int32)).amin(dim=1).clamp_(max=width)
 
 
-def _window_tokens(tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool) -> Tensor:
-    """(R, W) ids of a window in scan direction, int32 if they fit; any id where there is no token."""
+def _window_tokens(
+    tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool
+) -> Tensor:
+    """(R, W) ids of a window in scan direction, int32 if they fit; any id where there is no
+    token."""
     offset_W = torch.arange(position, position + width, device=tokens_N.device)
     if backward:
         index_RW = (scan.first_R + scan.length_R - 1)[:, None] - offset_W
@@ -249,7 +272,9 @@ def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor | None, scan: _Scan)
     if table[0] * table[1] == len(token_RW):
         # Groups of equal size fill the table as they stand.
         valid_gSW = None if valid_RW is None else valid_RW.view(table)
-        return conflicting_tokens(token_RW.view(table), valid_gSW, scan.positive_R.view(table[:2])).view(token_RW.shape)
+        return conflicting_tokens(
+            token_RW.view(table), valid_gSW, scan.positive_R.view(table[:2])
+        ).view(token_RW.shape)
     slots = (scan.group_R, scan.slot_R)
     token_gSW = token_RW.new_zeros(table)
     valid_gSW = scan.positive_R.new_zeros(table)

@@ -1,8 +1,10 @@
 """Covariance control, what `clip_cov` and `kl_cov` share.
 
-G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
+G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
+arXiv 2505.22617.
 
-Shape suffixes: B = completions, N = tokens of all completions, n = tokens that a selection asks about.
+Shape suffixes: B = completions, N = tokens of all completions, n = tokens that a selection asks
+about.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from openrlhf_ext.algorithms.segments import float64_sum
 from openrlhf_ext.options import Violation, option
 
 
-class CovarianceOptions(PartitionOptions, SequenceAdvantageOptions, PenaltyOptions, ClipOptions, ScopeOptions):
+class CovarianceOptions(
+    PartitionOptions, SequenceAdvantageOptions, PenaltyOptions, ClipOptions, ScopeOptions
+):
     """What both covariance methods read."""
 
     mask_truncated: bool = option(False, "not defined for covariance methods: true is rejected")
@@ -48,10 +52,12 @@ class CovarianceOptions(PartitionOptions, SequenceAdvantageOptions, PenaltyOptio
 class CovarianceControl(GroupRelative, TokenAlgorithm):
     """Chooses tokens by the covariance of advantage and log-prob.
 
-        cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the mini-batch
+        cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the
+        mini-batch
 
-    The choice belongs to the whole mini-batch under the current policy: `prepare` makes it, of the whole or of all its
-    shares together; the loss of a complete mini-batch calls `prepare` itself, that of a share refuses to guess.
+    The choice belongs to the whole mini-batch under the current policy: `prepare` makes it, of the
+    whole or of all its shares together; the loss of a complete mini-batch calls `prepare` itself,
+    that of a share refuses to guess.
     """
 
     needs_prepare = True
@@ -59,7 +65,9 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)
-        completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.kept.device)
+        completions = torch.tensor(
+            float(len(shaped)), dtype=torch.float64, device=shaped.kept.device
+        )
         return dataclasses.replace(
             shaped,
             of_rows=shaped.of_rows | {"order": natural_order(shaped.group_ids)},
@@ -67,10 +75,17 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
         )
 
     def prepare(
-        self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
+        self,
+        new_logprobs: Tensor,
+        shaped: LossBatch,
+        *,
+        seed: int | None = None,
+        total: Total | None = None,
     ) -> LossBatch:
         if not shaped.complete and total is None:
-            raise ValueError(f"{self.name}: prepare takes the whole mini-batch, got a share made by `select`")
+            raise ValueError(
+                f"{self.name}: prepare takes the whole mini-batch, got a share made by `select`"
+            )
         with torch.no_grad():
             log_ratio_N = masked_log_ratio(new_logprobs, shaped)
             check_values("new_logprobs", new_logprobs, shaped.segments, among_N=shaped.loss_mask)
@@ -78,7 +93,9 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
             cov_N = self.covariances(promote(new_logprobs), shaped, total)
             selection_N, pools = self.choose(cov_N, log_ratio_N, shaped, seed, total)
         of_tokens = shaped.of_tokens | {"cov": cov_N}
-        return dataclasses.replace(shaped, selection=selection_N, of_tokens=of_tokens, pools=shaped.pools | pools)
+        return dataclasses.replace(
+            shaped, selection=selection_N, of_tokens=of_tokens, pools=shaped.pools | pools
+        )
 
     def covariances(self, new_logprobs: Tensor, shaped: LossBatch, total: Total) -> Tensor:
         """(N,) covariance per token, 0 outside kept groups; means in float64."""
@@ -86,7 +103,9 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
         tokens_B = torch.where(shaped.active, shaped.lengths, 0)
         sums = total(torch.stack([(shaped["seq_advantages"] * tokens_B).sum(), float64_sum(new_N)]))
         mean_advantage, mean_new = sums / shaped.denominators["tokens"].clamp(min=1.0)
-        centered_N = shaped.segments.spread((shaped["seq_advantages"] - mean_advantage).to(new_N.dtype))
+        centered_N = shaped.segments.spread(
+            (shaped["seq_advantages"] - mean_advantage).to(new_N.dtype)
+        )
         return torch.where(shaped.loss_mask, centered_N * (new_N - mean_new.to(new_N.dtype)), 0.0)
 
     def choose(
@@ -102,7 +121,8 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
 
 
 def natural_order(group_ids_B: Tensor) -> Tensor:
-    """(B, 3) int64 of each completion: its rank in natural order, its group's, and its own within the group.
+    """(B, 3) int64 of each completion: its rank in natural order, its group's, and its own within
+    the group.
 
     Natural order is by group id, inside a group that of the mini-batch.
     """

@@ -1,11 +1,12 @@
-"""What `gtpo_entropy` and `grpo_s` share: who is shaped, entropy shares of tokens, pools that standardize rewards.
+"""What `gtpo_entropy` and `grpo_s` share: who is shaped, entropy shares of tokens, pools that
+standardize rewards.
 
-A share is a token's entropy (on failures its inverse) over the mean of its comparison set (T1 eq. 2 and 13, T1 being
-arXiv 2508.04349v1). Everything is computed in float64 over blocks of rows that fit the cache; only results in the
-batch's dtype are kept.
+A share is a token's entropy (on failures its inverse) over the mean of its comparison set (T1 eq. 2
+and 13, T1 being arXiv 2508.04349v1). Everything is computed in float64 over blocks of rows that fit
+the cache; only results in the batch's dtype are kept.
 
-Shape suffixes: B = completions, N = tokens of all completions, S = comparison sets, R = completions of a cohort, b and
-n = completions and tokens of one block.
+Shape suffixes: B = completions, N = tokens of all completions, S = comparison sets, R = completions
+of a cohort, b and n = completions and tokens of one block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Moments, Partition, pool_moments, segment_sum
+from openrlhf_ext.algorithms.groups import (
+    Groups,
+    Inputs,
+    Moments,
+    Partition,
+    pool_moments,
+    segment_sum,
+)
 from openrlhf_ext.algorithms.option_blocks import EntropyOptions
 from openrlhf_ext.algorithms.segments import Block, Segments, group_blocks
 
@@ -30,7 +38,8 @@ class Classes:
     Attributes:
         success_B: P, with shares of their entropy.
         failure_B: N.
-        inverted_B: failures with shares of their own, of their inverse entropy: N in two-table versions, else nobody.
+        inverted_B: failures with shares of their own, of their inverse entropy: N in two-table
+        versions, else nobody.
         live_B: completions that may get an advantage other than 0.
     """
 
@@ -57,7 +66,9 @@ class Classes:
     def select(self, on_success: Any, on_failure: Any) -> Tensor:
         """(B,) float64 with one value on successes, another on failures, 0 elsewhere."""
         zero_B = torch.zeros(len(self.success_B), dtype=torch.float64, device=self.success_B.device)
-        return torch.where(self.success_B, on_success, torch.where(self.failure_B, on_failure, zero_B))
+        return torch.where(
+            self.success_B, on_success, torch.where(self.failure_B, on_failure, zero_B)
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,11 @@ class PreparedEntropy:
     def inverse(self, h: Tensor) -> Tensor:
         """q = 1/(max(H', inverse_floor) + eps), a new tensor."""
         floored = h.clamp(min=self.inverse_floor) if self.inverse_floor else h
-        return (floored + self.denominator_eps).reciprocal_() if self.denominator_eps else floored.reciprocal()
+        return (
+            (floored + self.denominator_eps).reciprocal_()
+            if self.denominator_eps
+            else floored.reciprocal()
+        )
 
 
 def no_share_error(quantity: str, options: EntropyOptions) -> ValueError:
@@ -107,8 +122,8 @@ def no_share_error(quantity: str, options: EntropyOptions) -> ValueError:
 class Cohort:
     """Completions that are shaped together, ordered by group, cut into blocks.
 
-    A group-scoped method goes over one block of whole groups after the other; a batch-wide statistic needs one cohort
-    over all blocks, which then computes its quantities once per stage.
+    A group-scoped method goes over one block of whole groups after the other; a batch-wide
+    statistic needs one cohort over all blocks, which then computes its quantities once per stage.
 
     Attributes:
         rows: (R,) rows of the batch.
@@ -134,21 +149,27 @@ def make_cohorts(groups: Groups, segments: Segments, batch_wide: bool) -> list[C
     cohorts = []
     for cut, block in blocks:
         group_R = groups.index_B[order_B[cut]]
-        cohorts.append(Cohort(order_B[cut], group_R - group_R[0], [(slice(0, len(group_R)), block)]))
+        cohorts.append(
+            Cohort(order_B[cut], group_R - group_R[0], [(slice(0, len(group_R)), block)])
+        )
     return cohorts
 
 
 class TokenShares:
-    """rho of the completions of a cohort: x times |X| over the sum of its comparison set X (T1 eq. 2, 13).
+    """rho of the completions of a cohort: x times |X| over the sum of its comparison set X (T1 eq.
+    2, 13).
 
-        for local, block, rho_n in shares: ...      # a slice of the cohort, the block of its rows, their shares
+        for local, block, rho_n in shares: ...      # a slice of the cohort, the block of its rows,
+        their shares
 
-    x is H' on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`, with one scale per
-    comparison set. A single block is computed once and yielded at every pass, so it must not be changed; several
-    blocks are recomputed at every pass, to keep memory small.
+    x is H' on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`,
+    with one scale per comparison set. A single block is computed once and yielded at every pass, so
+    it must not be changed; several blocks are recomputed at every pass, to keep memory small.
     """
 
-    def __init__(self, inputs: Inputs, options: EntropyOptions, axis: str, classes: Classes, cohort: Cohort) -> None:
+    def __init__(
+        self, inputs: Inputs, options: EntropyOptions, axis: str, classes: Classes, cohort: Cohort
+    ) -> None:
         self.cohort = cohort
         self._options, self._axis = options, axis
         self._prepared = PreparedEntropy.of(options)
@@ -181,7 +202,8 @@ class TokenShares:
         return h_n if bool(member_b.all()) else h_n.masked_fill_(block.spread(~member_b), 0.0)
 
     def _comparison_sets(self) -> tuple[Tensor, int]:
-        """Comparison set of each completion, and their number; successes and failures never share one.
+        """Comparison set of each completion, and their number; successes and failures never share
+        one.
 
         With columns there is one at each position.
         """
@@ -196,7 +218,11 @@ class TokenShares:
         """(n,) comparison set of each token."""
         if self._only_set_n is not None:
             return self._only_set_n
-        return block.positions(self._set_R[local]) if self._columns > 1 else block.spread(self._set_R[local])
+        return (
+            block.positions(self._set_R[local])
+            if self._columns > 1
+            else block.spread(self._set_R[local])
+        )
 
     def _scale_of(self, local: slice, block: Block) -> Tensor:
         return self._scale_S.take(self._set_n(local, block))
@@ -204,7 +230,9 @@ class TokenShares:
     def _scales(self, sets: int) -> Tensor:
         """(S,) of each comparison set: |X| / sum X, or 1 / geometric mean of X."""
         geometric = self._options.normaliser == "geomean"
-        total = torch.zeros(sets * self._columns, dtype=torch.float64, device=self._entropies_N.device)
+        total = torch.zeros(
+            sets * self._columns, dtype=torch.float64, device=self._entropies_N.device
+        )
         for local, block in self.cohort.blocks:
             x_n = self._x(block) if self._only_n is None else self._only_n
             if geometric:
@@ -221,11 +249,13 @@ class TokenShares:
         return torch.where(denominator > 0, count / denominator, 0.0)
 
     def _set_sizes(self, sets: int) -> Tensor:
-        """(S,) |X|: members alive at each position (d_t and h_t of columns), or the members' tokens."""
+        """(S,) |X|: members alive at each position (d_t and h_t of columns), or the members'
+        tokens."""
         member_R = self._member_B[self.cohort.rows]
         if self._columns == 1:
             return segment_sum(torch.where(member_R, self._lengths_R, 0), self._set_R, sets)
-        # A completion of length T is alive at positions 0..T-1: count the ends, then sum from the right.
+        # A completion of length T is alive at positions 0..T-1: count the ends, then sum from the
+        # right.
         ends = segment_sum(member_R, self._set_R + self._lengths_R - 1, sets * self._columns)
         return ends.view(sets, self._columns).flip(1).cumsum(1).flip(1).flatten()
 
@@ -240,7 +270,9 @@ class TokenShares:
                 token = block.token(int(bad[0]))
                 row, position = self._segments.place(token)
                 value = float(self._entropies_N[token])
-                raise no_share_error(f"entropy {value} at row {row}, position {position}", self._options)
+                raise no_share_error(
+                    f"entropy {value} at row {row}, position {position}", self._options
+                )
 
 
 def base_rewards(inputs: Inputs, base_reward: str, success_B: Tensor) -> Tensor:
@@ -257,9 +289,11 @@ def class_pools(
     ddof: int,
     two_tables: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and std that standardize each completion's shaped rewards (T1 eq. 3, 14-15; GRPO-S: eq. 8).
+    """Mean and std that standardize each completion's shaped rewards (T1 eq. 3, 14-15; GRPO-S: eq.
+    8).
 
-    The pool of R+ serves successes, and failures too where the version has one table; that of R- serves failures.
+    The pool of R+ serves successes, and failures too where the version has one table; that of R-
+    serves failures.
 
     Args:
         rewards: moments of each completion's own shaped rewards.
@@ -278,8 +312,13 @@ def class_pools(
         member_B = own_B if options.adv_pool == "own" else own_B | other_B
         valued_B = own_B if other_is_zero else own_B | other_B
         count_B = torch.where(member_B, rewards.count, 0.0)
-        mean_B, m2_B = torch.where(valued_B, rewards.mean, 0.0), torch.where(valued_B, rewards.m2, 0.0)
-        merged = pool_moments(Moments(count_B, mean_B, torch.where(member_B, m2_B, 0.0)), index_B, pools)
+        mean_B, m2_B = (
+            torch.where(valued_B, rewards.mean, 0.0),
+            torch.where(valued_B, rewards.m2, 0.0),
+        )
+        merged = pool_moments(
+            Moments(count_B, mean_B, torch.where(member_B, m2_B, 0.0)), index_B, pools
+        )
         return merged.mean[index_B], merged.std(ddof)[index_B]
 
     mean_B, std_B = pool(success_B, failure_B, other_is_zero=two_tables)

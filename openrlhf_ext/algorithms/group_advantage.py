@@ -19,15 +19,17 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 
 
 class GroupRelative(Algorithm):
-    """A method whose advantage is the group-relative one; a KL penalty is in the loss or in the reward."""
+    """A method whose advantage is the group-relative one; a KL penalty is in the loss or in the
+    reward."""
 
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a LossBatch.
+        """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a
+        LossBatch.
 
-        r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were
-        dropped or zeroed, and the same on all tokens of a completion.
+        r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in
+        groups that were dropped or zeroed, and the same on all tokens of a completion.
         """
         batch = inputs.batch
         rewards_B = batch.rewards + length_penalty(inputs, self.options)
@@ -50,16 +52,22 @@ def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Te
     if getattr(options, "baseline", "seq") == "token":
         lengths_B = groups.lengths_B.to(torch.float64)
         # Relative to the mean, so that equal rewards give exactly the mean.
-        shift_Q = groups.sum(lengths_B * (rewards_B - center_Q[groups.index_B])) / groups.sum(lengths_B)
+        shift_Q = groups.sum(lengths_B * (rewards_B - center_Q[groups.index_B])) / groups.sum(
+            lengths_B
+        )
         center_Q = center_Q + shift_Q
     centered_B = rewards_B - center_Q[groups.index_B]
     if options.normalize_std:
         std_B = moments.std(options.ddof_seq)[groups.index_B]
-        centered_B = divide_by_std(centered_B, std_B, options.adv_eps, live_B, groups.ids_Q[groups.index_B])
+        centered_B = divide_by_std(
+            centered_B, std_B, options.adv_eps, live_B, groups.ids_Q[groups.index_B]
+        )
     return torch.where(live_B, centered_B, 0.0)
 
 
-def divide_by_std(centered_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor) -> Tensor:
+def divide_by_std(
+    centered_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor
+) -> Tensor:
     """`centered / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
     if adv_eps == 0.0:
         require_positive_std(std_B, live_B, group_ids_B)
@@ -71,4 +79,7 @@ def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> 
     flat = (live_B & (std_B == 0)).nonzero().flatten()
     if len(flat):
         group = int(group_ids_B[flat[0]])
-        raise ValueError(f"adv_eps = 0 needs positive standard deviations, that of group {group} is 0; set adv_eps > 0")
+        raise ValueError(
+            f"adv_eps = 0 needs positive standard deviations, that of group {group} is 0; set "
+            "adv_eps > 0"
+        )

@@ -1,6 +1,7 @@
 """Groups of completions: who belongs together, who succeeded, which groups carry no signal.
 
-Everything is a segment operation over `index_B`, so groups may have any size and their rows any order. Statistics are
+Everything is a segment operation over `index_B`, so groups may have any size and their rows any
+order. Statistics are
 float64: sums of 1e8 tokens lose digits in float32.
 
 Shape suffixes: B = completions, Q = groups.
@@ -37,7 +38,8 @@ class Groups(Named):
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Groups:
-        """Group a batch; ValueError for an empty completion, wrong lengths or an incomplete group."""
+        """Group a batch; ValueError for an empty completion, wrong lengths or an incomplete
+        group."""
         ids_Q, index_B, sizes_Q = batch.group_ids.unique(return_inverse=True, return_counts=True)
         check_group_sizes(ids_Q, sizes_Q, batch.group_size)
         check_lengths(batch.lengths, len(batch.tokens))
@@ -57,7 +59,9 @@ class Groups(Named):
 
     def count(self, flags_B: Tensor) -> Tensor:
         """(Q,) int64 number of True rows per group."""
-        return torch.zeros_like(self.sizes_Q).index_add_(0, self.index_B, flags_B.to(self.sizes_Q.dtype))
+        return torch.zeros_like(self.sizes_Q).index_add_(
+            0, self.index_B, flags_B.to(self.sizes_Q.dtype)
+        )
 
     def any(self, flags_B: Tensor) -> Tensor:
         """(Q,) bool: some row of the group is True."""
@@ -77,7 +81,8 @@ class Groups(Named):
 
 
 def group_index(ids_B: Tensor) -> Tensor:
-    """(B,) int64 position of each row's group in the ascending order of ids; reads nothing back from a device."""
+    """(B,) int64 position of each row's group in the ascending order of ids; reads nothing back
+    from a device."""
     order_B = ids_B.argsort()
     index_B, sorted_B = torch.zeros_like(order_B), ids_B[order_B]
     index_B[order_B[1:]] = (sorted_B[1:] != sorted_B[:-1]).cumsum(0)
@@ -116,13 +121,19 @@ class Moments:
 
 
 def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
-    """Merge per-row moments into pools (exact: within-row plus between-row squares). Empty pools are 0."""
+    """Merge per-row moments into pools (exact: within-row plus between-row squares). Empty pools
+    are 0."""
     count = segment_sum(rows.count, index_B, pools)
-    # Deviations from one member are exact zeros for equal means, which keeps a constant pool's std at exactly 0.
+    # Deviations from one member are exact zeros for equal means, which keeps a constant pool's std
+    # at exactly 0.
     present = rows.count > 0
     pivot = torch.zeros(pools, dtype=torch.float64, device=index_B.device)
-    pivot = pivot.scatter_reduce_(0, index_B[present], rows.mean[present], "amin", include_self=False)
-    shift = segment_sum(rows.count * (rows.mean - pivot[index_B]), index_B, pools) / count.clamp(min=1)
+    pivot = pivot.scatter_reduce_(
+        0, index_B[present], rows.mean[present], "amin", include_self=False
+    )
+    shift = segment_sum(rows.count * (rows.mean - pivot[index_B]), index_B, pools) / count.clamp(
+        min=1
+    )
     mean = pivot + shift
     between = rows.count * (rows.mean - pivot[index_B] - shift[index_B]) ** 2
     return Moments(count, mean, segment_sum(rows.m2 + between, index_B, pools))
@@ -163,7 +174,8 @@ def partition(
     degenerate: str,
     degenerate_by: str,
 ) -> Partition:
-    """Classify completions and groups. `degenerate` is tested on all completions, truncated ones included."""
+    """Classify completions and groups. `degenerate` is tested on all completions, truncated ones
+    included."""
     correct_B = batch.rewards > success_threshold
     usable_B = usable_rows(batch, mask_truncated)
     if degenerate_by == "class":
@@ -184,24 +196,31 @@ def partition(
 
 
 def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
-    """(B,) False for completions masked as truncated; ValueError if masking is asked for and nothing says which."""
+    """(B,) False for completions masked as truncated; ValueError if masking is asked for and
+    nothing says which."""
     if not mask_truncated:
         return torch.ones(len(batch.rewards), dtype=torch.bool, device=batch.rewards.device)
     if batch.truncated is None:
-        raise ValueError("mask_truncated = true needs RolloutBatch.truncated; set it from the sampler's finish reason")
+        raise ValueError(
+            "mask_truncated = true needs RolloutBatch.truncated; set it from the sampler's "
+            "finish reason"
+        )
     return ~batch.truncated
 
 
 def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
-    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be smaller."""
+    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be
+    smaller."""
     per_step = max(1, mini_batch_size // group_size) * group_size
     for start in range(0, samples, per_step):
         yield slice(start, min(start + per_step, samples))
 
 
 def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[int]:
-    """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer steps of ``per_step``
-    groups: a permutation, so that no step holds the prompts that begin alike. As they are where there is one step."""
+    """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer
+    steps of ``per_step``
+    groups: a permutation, so that no step holds the prompts that begin alike. As they are where
+    there is one step."""
     order = list(range(groups))
     if groups > per_step:
         random.Random(f"{seed} {batch}").shuffle(order)
@@ -210,11 +229,13 @@ def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[
 
 @dataclass(frozen=True)
 class Inputs(Named):
-    """A validated rollout batch with its grouping and partition; floats promoted, rewards in float64.
+    """A validated rollout batch with its grouping and partition; floats promoted, rewards in
+    float64.
 
     Attributes:
         batch: what was sampled, and what models say of it.
-        groups: which completions answer one prompt; has `sum`, `count`, `any`, `minimum`, `maximum` over groups.
+        groups: which completions answer one prompt; has `sum`, `count`, `any`, `minimum`, `maximum`
+        over groups.
         part: which completions succeeded, which groups carry a signal.
     """
 
@@ -224,5 +245,6 @@ class Inputs(Named):
 
     @property
     def segments(self) -> Segments:
-        """Which tokens are whose; has `spread` (B,) -> (N,), `sums` (N,) -> (B,), `take`, `span`."""
+        """Which tokens are whose; has `spread` (B,) -> (N,), `sums` (N,) -> (B,), `take`,
+        `span`."""
         return self.batch.segments

@@ -1,8 +1,9 @@
 """Importance correction for the mismatch between the training engine and the sampler.
 
-Tokens are sampled by one engine (log-prob `rollout`) and trained by another (log-prob `old`, same weights, other
-numerics). Each token's surrogate is multiplied by a constant made of `w = exp(old - rollout)`; the semantics are those
-of OpenRLHF 0.11.2's `PolicyLoss`. Advantages, KL terms and denominators are not touched.
+Tokens are sampled by one engine (log-prob `rollout`) and trained by another (log-prob `old`, same
+weights, other numerics). Each token's surrogate is multiplied by a constant made of `w = exp(old -
+rollout)`; the semantics are those of OpenRLHF 0.11.2's `PolicyLoss`. Advantages, KL terms and
+denominators are not touched.
 
 Shape suffixes: B = completions, N = tokens of all completions, b and n = those of one block.
 """
@@ -27,18 +28,25 @@ def _with_low(threshold: Any) -> Any:
     """(low, high); one number is the upper end."""
     if isinstance(threshold, int | float):
         return (0.0, threshold)
-    return (0.0, *threshold) if isinstance(threshold, list | tuple) and len(threshold) == 1 else threshold
+    return (
+        (0.0, *threshold)
+        if isinstance(threshold, list | tuple) and len(threshold) == 1
+        else threshold
+    )
 
 
 class Correction(Options):
     """Parsed `correction=` mapping.
 
-    A statistic is computed per unit (a token, or a completion's mean over tokens). `mask` drops the units outside
-    [low, high] and weighs the others by w; `clip` replaces w by w clamped to [low, high].
+    A statistic is computed per unit (a token, or a completion's mean over tokens). `mask` drops the
+    units outside [low, high] and weighs the others by w; `clip` replaces w by w clamped to [low,
+    high].
     """
 
     level: Literal["off", "token", "seq"] = option("token", "unit of the statistic")
-    mode: Literal["mask", "clip"] = option("mask", "drop units outside the band, or clamp their weight")
+    mode: Literal["mask", "clip"] = option(
+        "mask", "drop units outside the band, or clamp their weight"
+    )
     gating: Literal["ratio", "binary_kl", "tv"] = option(
         "ratio", "statistic: w, or the sampled token's binary KL or total variation"
     )
@@ -50,26 +58,31 @@ class Correction(Options):
         if self.mode == "clip" and (self.level == "seq" or self.gating != "ratio"):
             yield Violation(
                 ("mode", "level", "gating"),
-                "mode clip requires level token and gating ratio (only the per-token ratio is a weight that can be "
-                f"clamped), got {self.level} and {self.gating}; use mode mask",
+                "mode clip requires level token and gating ratio (only the per-token ratio is a "
+                f"weight that can be clamped), got {self.level} and {self.gating}; use mode mask",
             )
         if self.gating != "ratio" and self.level != "off" and self.threshold[0] > 0:
             yield Violation(
                 ("gating", "threshold"),
-                f"gating {self.gating} takes an upper bound only: got {list(self.threshold)}; give one threshold",
+                f"gating {self.gating} takes an upper bound only: got {list(self.threshold)}; "
+                "give one threshold",
             )
 
 
 def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
-    """The `correction=` mapping (keys level, mode, gating, threshold); None when absent or `level: off`."""
+    """The `correction=` mapping (keys level, mode, gating, threshold); None when absent or `level:
+    off`."""
     if values is None:
         return None
     correction = parse(Correction, values, owner="correction")
     return None if correction.level == "off" else correction
 
 
-def gate_statistic(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None) -> Tensor:
-    """The gated statistic, (n,) or at sequence level (b,): geometric mean of w, or mean divergence."""
+def gate_statistic(
+    correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None
+) -> Tensor:
+    """The gated statistic, (n,) or at sequence level (b,): geometric mean of w, or mean
+    divergence."""
     if correction.gating == "ratio":
         log_ratio_n = old_n - rollout_n
         return (log_ratio_n if block is None else _mean(log_ratio_n, block)).exp()
@@ -93,8 +106,8 @@ def correction_weights(
     """Factor of each token's surrogate, and by how much it had to correct.
 
     Returns:
-        weights (N,); (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of `rollout - old` over each
-        completion's tokens.
+        weights (N,); (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of `rollout
+        - old` over each completion's tokens.
     """
     weights_N = torch.empty_like(old_N, dtype=torch.promote_types(old_N.dtype, rollout_N.dtype))
     filtered_B = torch.zeros_like(segments.lengths_B)
@@ -111,7 +124,8 @@ def correction_weights(
 def factors(
     correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(n,) factors, and which tokens are outside the band; ``block``: whose tokens they are, at sequence level."""
+    """(n,) factors, and which tokens are outside the band; ``block``: whose tokens they are, at
+    sequence level."""
     low, high = correction.threshold
     statistic = gate_statistic(correction, old_n, rollout_n, block)
     outside = (statistic < low) | (statistic > high)

@@ -21,7 +21,8 @@ from openrlhf_ext.options import Float, Violation, option
 
 
 def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`new - ref`: unbiased for KL(new || ref) on tokens sampled from the new policy; may be negative."""
+    """`new - ref`: unbiased for KL(new || ref) on tokens sampled from the new policy; may be
+    negative."""
     return new_logprobs - ref_logprobs
 
 
@@ -31,13 +32,18 @@ def kl_k2(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`e^x - x - 1` with `x = ref - new`: unbiased and never negative (Schulman, "Approximating KL Divergence")."""
+    """`e^x - x - 1` with `x = ref - new`: unbiased and never negative (Schulman, "Approximating KL
+    Divergence")."""
     x = ref_logprobs - new_logprobs
     return torch.expm1(x) - x
 
 
 _MAX_WEIGHT, _MOST_KL = 10.0, 10.0
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+}
 
 
 class KLPenalty(Options):
@@ -50,19 +56,22 @@ class KLPenalty(Options):
     )
     unbiased_gradient: bool = option(
         False,
-        "in the loss: keep the estimator's value, but give it the gradient of the KL itself, weighted by new / old",
+        "in the loss: keep the estimator's value, but give it the gradient of the KL itself, "
+        "weighted by new / old",
     )
 
     def violations(self) -> Iterator[Violation]:
         if self.unbiased_gradient and self.place == "reward":
             yield Violation(
                 ("unbiased_gradient", "place"),
-                "unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own",
+                "unbiased_gradient needs place loss: a penalty in the reward has no gradient of "
+                "its own",
             )
 
     def mean(self, policy_N: Tensor, ref_N: Tensor, segments: Segments) -> float:
-        """What an adaptive controller compares with its target: the mean per token of the estimates within +-10; in the
-        reward first over each completion's tokens (OpenRLHF 0.11.2, `experience_maker.py:215`, `ppo_actor.py:333`)."""
+        """What an adaptive controller compares with its target: the mean per token of the estimates
+        within +-10; in the reward first over each completion's tokens (OpenRLHF 0.11.2,
+        `experience_maker.py:215`, `ppo_actor.py:333`)."""
         kl_N = _bounded_kl(self.estimator, policy_N.double(), ref_N.double(), _MOST_KL)
         if self.place == "loss":
             return float(kl_N.mean())
@@ -71,11 +80,13 @@ class KLPenalty(Options):
     def in_loss(
         self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor, most: float | None = None
     ) -> Tensor:
-        """(N,) penalty per token without its coefficient, within `most`, 0 outside the mask; token by token.
+        """(N,) penalty per token without its coefficient, within `most`, 0 outside the mask; token
+        by token.
 
-        The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean; that of k3 is the
-        one of KL(ref || new). With `unbiased_gradient` each has the gradient `w k1 grad log new` of KL(new || ref) on
-        samples of the old policy, `w = new / old` (at most 10, as OpenRLHF).
+        The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean;
+        that of k3 is the one of KL(ref || new). With `unbiased_gradient` each has the gradient `w
+        k1 grad log new` of KL(new || ref) on samples of the old policy, `w = new / old` (at most
+        10, as OpenRLHF).
         """
         value_N = masked_kl(self.estimator, new_N, ref_N, mask_N, most)
         if not self.unbiased_gradient:
@@ -95,7 +106,10 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     if values is None:
         return KLPenalty(coef=kl_coef) if kl_coef > 0 else None
     if kl_coef > 0:
-        raise ValueError(f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a penalty; give one of them")
+        raise ValueError(
+            f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a penalty; give one "
+            "of them"
+        )
     penalty = parse(KLPenalty, values, owner="kl")
     return penalty if penalty.coef > 0 else None
 
@@ -104,20 +118,29 @@ def masked_kl(
     estimator: str, policy_N: Tensor, ref_N: Tensor, mask_N: Tensor, most: float | None = None
 ) -> Tensor:
     """(N,) estimate per token, within `most`, 0 outside the mask."""
-    return _bounded_kl(estimator, torch.where(mask_N, policy_N, 0.0), torch.where(mask_N, ref_N, 0.0), most)
+    return _bounded_kl(
+        estimator, torch.where(mask_N, policy_N, 0.0), torch.where(mask_N, ref_N, 0.0), most
+    )
 
 
 def _bounded_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, most: float | None) -> Tensor:
-    """The estimate clamped to +-most, as OpenRLHF's `compute_approx_kl` (`models/utils.py:54`) does to +-10."""
+    """The estimate clamped to +-most, as OpenRLHF's `compute_approx_kl` (`models/utils.py:54`) does
+    to +-10."""
     if most is None:
         return KL_ESTIMATORS[estimator](policy_N, ref_N)
-    if estimator == "k3":  # beyond the bound already; an exponential that overflows would make the gradient 0 * inf
+    # beyond the bound already; an exponential that overflows would make the gradient 0 * inf
+    if estimator == "k3":
         policy_N = torch.maximum(policy_N, ref_N.detach() - most)
     return KL_ESTIMATORS[estimator](policy_N, ref_N).clamp(-most, most)
 
 
 def reward_kl(penalty: KLPenalty, batch: RolloutBatch, most: float | None = None) -> Tensor:
-    """(N,) what a KL in the reward, within `most`, subtracts per token; ValueError naming one that overflows."""
-    penalty_N = penalty.coef * _bounded_kl(penalty.estimator, batch["old_logprobs"], batch["ref_logprobs"], most)
-    check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments)
+    """(N,) what a KL in the reward, within `most`, subtracts per token; ValueError naming one that
+    overflows."""
+    penalty_N = penalty.coef * _bounded_kl(
+        penalty.estimator, batch["old_logprobs"], batch["ref_logprobs"], most
+    )
+    check_values(
+        f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments
+    )
     return penalty_N

@@ -15,7 +15,8 @@ TOLERANCE = 1e-12
 
 
 def dapo_overlong(lengths_B: Tensor, l_max: int, l_cache: int, factor: float = 1.0) -> Tensor:
-    """DAPO eq. 13: 0 up to `l_max - l_cache`, linear down to `-factor` at `l_max`, `-factor` above."""
+    """DAPO eq. 13: 0 up to `l_max - l_cache`, linear down to `-factor` at `l_max`, `-factor`
+    above."""
     lengths_B = lengths_B.to(torch.float64)
     soft_B = factor * ((l_max - l_cache) - lengths_B) / l_cache
     penalty_B = torch.where(lengths_B <= l_max, soft_B, -factor)
@@ -40,7 +41,8 @@ def _ramp(lengths_B: Tensor, knee_B: Tensor) -> Tensor:
 
 
 def _knee(lengths_B: Tensor, member_B: Tensor, groups: Groups) -> Tensor:
-    """(B,) max(mid-range, mean) of the members' lengths, per group; 1 where a group has no member."""
+    """(B,) max(mid-range, mean) of the members' lengths, per group; 1 where a group has no
+    member."""
     high_Q = groups.maximum(torch.where(member_B, lengths_B, -torch.inf))
     low_Q = groups.minimum(torch.where(member_B, lengths_B, torch.inf))
     count_Q = groups.count(member_B)
@@ -50,7 +52,8 @@ def _knee(lengths_B: Tensor, member_B: Tensor, groups: Groups) -> Tensor:
 
 
 def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
-    """Group Relative Overlong Punishment (T6 app. D): easy, hard and medium prompts are treated differently."""
+    """Group Relative Overlong Punishment (T6 app. D): easy, hard and medium prompts are treated
+    differently."""
     lengths_B = groups.lengths_B.to(torch.float64)
     n_B = groups.count(part.success_B)[groups.index_B]
     m_B = groups.count(part.failure_B)[groups.index_B]
@@ -60,31 +63,41 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     medium_B = ~easy_B & ~hard_B
 
     everyone_B = torch.ones_like(easy_B)
-    penalty_B = torch.where(easy_B & part.success_B, _ramp(lengths_B, _knee(lengths_B, part.success_B, groups)), 0.0)
+    penalty_B = torch.where(
+        easy_B & part.success_B, _ramp(lengths_B, _knee(lengths_B, part.success_B, groups)), 0.0
+    )
     hit_B = part.success_B & (n_B > m_B)
     if options.grop_medium_else == "incorrect":
         hit_B = hit_B | (part.failure_B & (n_B <= m_B))
-    penalty_B = torch.where(medium_B & hit_B, _ramp(lengths_B, _knee(lengths_B, everyone_B, groups)), penalty_B)
+    penalty_B = torch.where(
+        medium_B & hit_B, _ramp(lengths_B, _knee(lengths_B, everyone_B, groups)), penalty_B
+    )
     hard = options.grop_hard_dapo
     if hard is not None:
-        penalty_B = torch.where(hard_B, dapo_overlong(groups.lengths_B, hard.l_max, hard.l_cache), penalty_B)
+        penalty_B = torch.where(
+            hard_B, dapo_overlong(groups.lengths_B, hard.l_max, hard.l_cache), penalty_B
+        )
     return penalty_B
 
 
 def length_penalty(inputs: Inputs, options: PenaltyOptions) -> Tensor:
-    """(B,) float64 R(i) of the configured penalties, zeros without one; ValueError if `truncated` is not known."""
+    """(B,) float64 R(i) of the configured penalties, zeros without one; ValueError if `truncated`
+    is not known."""
     rewards_B, truncated_B = inputs.batch.rewards, inputs.batch.truncated
     penalty_B = _of_length(inputs.groups, inputs.part, options)
     if options.stop_properly is None:
         return penalty_B
     if truncated_B is None:
-        raise ValueError("stop_properly needs RolloutBatch.truncated; set it from the sampler's finish reason")
+        raise ValueError(
+            "stop_properly needs RolloutBatch.truncated; set it from the sampler's finish reason"
+        )
     stopped_B = _stopped(rewards_B + penalty_B, options.stop_properly)
     return torch.where(truncated_B, stopped_B - rewards_B, penalty_B)
 
 
 def _stopped(rewards_B: Tensor, coef: float) -> Tensor:
-    """Rewards of truncated completions (OpenRLHF 0.11.2, `trainer/ppo_utils/length_penalty.py:68`)."""
+    """Rewards of truncated completions (OpenRLHF 0.11.2,
+    `trainer/ppo_utils/length_penalty.py:68`)."""
     return torch.full_like(rewards_B, coef) if coef < 0 else rewards_B * coef
 
 
@@ -100,7 +113,9 @@ def _of_length(groups: Groups, part: Partition, options: PenaltyOptions) -> Tens
     return values_B
 
 
-def _formula(penalty: LengthPenalty, groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
+def _formula(
+    penalty: LengthPenalty, groups: Groups, part: Partition, options: PenaltyOptions
+) -> Tensor:
     if penalty.kind == "dapo":
         return dapo_overlong(groups.lengths_B, *penalty.span, penalty.factor)
     if penalty.kind == "tan_v1":

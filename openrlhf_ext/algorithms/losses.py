@@ -1,12 +1,13 @@
-"""Policy losses: `TokenAlgorithm` (one ratio and advantage per token), `SequenceAlgorithm` (one per completion).
+"""Policy losses: `TokenAlgorithm` (one ratio and advantage per token), `SequenceAlgorithm` (one per
+completion).
 
-    J = sum_it omega_i (factor_it f(w_it, A_it) - kl_coef KL_it)        tokens; omega: weight of completion i
-    J = 1/Q sum over prompts of 1/G sum_i f(s_i, A_i)                   completions
+    J = sum_it omega_i (factor_it f(w_it, A_it) - kl_coef KL_it)        tokens; omega: weight of
+    completion i J = 1/Q sum over prompts of 1/G sum_i f(s_i, A_i)                   completions
     s_i = exp(1/T_i sum_t log w_it)  (geometric)    or    1/T_i sum_t w_it  (arithmetic)
 
-`f` is the clipped surrogate, `factor` the product of lambda (`token_weights`) and the importance correction, which at
-completions is the mean of their tokens' factors. The pieces (ratios, surrogate, weights, metrics, the search for what
-overflows) come first.
+`f` is the clipped surrogate, `factor` the product of lambda (`token_weights`) and the importance
+correction, which at completions is the mean of their tokens' factors. The pieces (ratios,
+surrogate, weights, metrics, the search for what overflows) come first.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = some of them.
 """
@@ -36,7 +37,10 @@ def masked_log_ratio(new_logprobs: Tensor, shaped: LossBatch) -> Tensor:
     """(N,) `log w = new - old` on loss tokens, 0 elsewhere."""
     old_N = shaped["old_logprobs"]
     if new_logprobs.shape != old_N.shape:
-        raise ValueError(f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(old_N.shape)}")
+        raise ValueError(
+            f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch "
+            f"{tuple(old_N.shape)}"
+        )
     return torch.where(shaped.loss_mask, promote(new_logprobs) - old_N, 0.0)
 
 
@@ -49,14 +53,15 @@ def clipped_surrogate(
     *,
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, to be maximized (J. Schulman et al., arXiv 1707.06347, eq. 7; dual clip:
+    """PPO's clipped objective, to be maximized (J. Schulman et al., arXiv 1707.06347, eq. 7; dual
+    clip:
     D. Ye et al., arXiv 1912.09729, eq. 4).
 
-    `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)` with `w = exp(log_ratio)`, and with `dual_clip = k` at least
-    `k A` where `A < 0`. A tie between both terms keeps the gradient.
+    `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)` with `w = exp(log_ratio)`, and with
+    `dual_clip = k` at least `k A` where `A < 0`. A tie between both terms keeps the gradient.
 
-    The log-ratio is bounded before the exponential, so that a ratio that overflows does no harm where it is clipped or
-    multiplied by 0; anywhere else it gives an infinite objective.
+    The log-ratio is bounded before the exponential, so that a ratio that overflows does no harm
+    where it is clipped or multiplied by 0; anywhere else it gives an infinite objective.
 
     Args:
         log_ratio: log w, the only differentiable input.
@@ -77,12 +82,17 @@ def clipped_surrogate(
         bound_like = torch.full_like(log_ratio, low).masked_fill_(positive, high)
         if dual_clip is not None:
             floored = ~positive & (log_ratio > math.log(dual_clip))
-            clipped, bound_like = clipped | floored, bound_like.masked_fill_(floored, math.log(dual_clip))
+            clipped, bound_like = (
+                clipped | floored,
+                bound_like.masked_fill_(floored, math.log(dual_clip)),
+            )
         clipped, bound = clipped & (advantages != 0), bound_like
     return torch.where(clipped | (scale == 0), bound, log_ratio).exp() * scale, clipped
 
 
-def token_weights(shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None) -> Tensor:
+def token_weights(
+    shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None
+) -> Tensor:
     """Weight omega of every token of a completion, float64, 0 for inactive completions.
 
     Args:
@@ -92,9 +102,11 @@ def token_weights(shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: 
     if agg == "seq-mean-token-sum-norm":
         if l_norm is None:
             raise ValueError("agg seq-mean-token-sum-norm needs l_norm, the constant length")
-        return reciprocal(shaped.kept.sum(dtype=torch.float64) * l_norm, shaped.active)  # n_seq l_norm
+        # n_seq l_norm
+        return reciprocal(shaped.kept.sum(dtype=torch.float64) * l_norm, shaped.active)
     if agg == "seq-mean-token-mean":
-        return reciprocal(prompts(shaped) * shaped.group_sizes * counted_B, shaped.active)  # Q G c_i
+        # Q G c_i
+        return reciprocal(prompts(shaped) * shaped.group_sizes * counted_B, shaped.active)
     if agg_scope == "group":
         index_B = group_index(shaped.group_ids)
         in_group_B = segment_sum(counted_B, index_B, len(shaped))[index_B]
@@ -103,12 +115,14 @@ def token_weights(shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: 
 
 
 def prompts(shaped: LossBatch) -> Tensor:
-    """Q, the number of groups of the mini-batch that were not dropped; float64, exact, not read from a device."""
+    """Q, the number of groups of the mini-batch that were not dropped; float64, exact, not read
+    from a device."""
     return torch.where(shaped.kept, 1.0 / shaped.group_sizes.double(), 0.0).sum().round()
 
 
 def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
-    """(B,) 1/denominator, float64, where the flag is set and the denominator is positive, else 0."""
+    """(B,) 1/denominator, float64, where the flag is set and the denominator is positive, else
+    0."""
     usable_B = where_B & (denominator > 0)
     return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
 
@@ -118,10 +132,15 @@ def partial_mean(values_N: Tensor, shaped: LossBatch) -> Tensor:
     return values_N.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
 
 
-def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch) -> dict[str, Tensor]:
-    """Mean of `old - new` and of its size, clip fractions by sign of the advantage, and the mean product of advantage
-    and new log-prob, which is another one where they are not of the same tokens."""
-    product_N = torch.where(shaped.loss_mask, (log_ratio_N + shaped["old_logprobs"]) * shaped.advantages, 0.0)
+def ratio_metrics(
+    log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch
+) -> dict[str, Tensor]:
+    """Mean of `old - new` and of its size, clip fractions by sign of the advantage, and the mean
+    product of advantage and new log-prob, which is another one where they are not of the same
+    tokens."""
+    product_N = torch.where(
+        shaped.loss_mask, (log_ratio_N + shaped["old_logprobs"]) * shaped.advantages, 0.0
+    )
     metrics = {
         "alignment": partial_mean(product_N, shaped),
         "policy_kl": -partial_mean(log_ratio_N, shaped),
@@ -135,16 +154,27 @@ def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBat
     return metrics
 
 
-def checked(loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Loss:
+def checked(
+    loss: Loss,
+    terms: Sequence[Tensor],
+    new_logprobs: Tensor,
+    log_ratio_N: Tensor,
+    shaped: LossBatch,
+) -> Loss:
     """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
 
     Args:
         terms: (N,) or (B,) what the loss is the sum of.
     """
-    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_N.detach().sum())):
+    if loss.value.device.type != "cpu" or bool(
+        torch.isfinite(loss.value.detach() + log_ratio_N.detach().sum())
+    ):
         return loss
     check_values("new_logprobs", new_logprobs, shaped.segments)
-    worst = max((term.detach().abs().nan_to_num(nan=torch.inf) for term in terms), key=lambda term: float(term.max()))
+    worst = max(
+        (term.detach().abs().nan_to_num(nan=torch.inf) for term in terms),
+        key=lambda term: float(term.max()),
+    )
     token = int(worst.argmax())
     if len(worst) < len(log_ratio_N):  # of completions
         span = shaped.segments.span(slice(token, token + 1))
@@ -152,10 +182,11 @@ def checked(loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio
     row, position = shaped.segments.place(token)
     old = float(shaped["old_logprobs"][token])
     raise ValueError(
-        f"the loss is {float(loss.value.detach())}: at row {row}, position {position} (new log-prob "
-        f"{float(new_logprobs.detach()[token])}, old {old}) a ratio or KL "
-        f"term overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
-        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenization"
+        f"the loss is {float(loss.value.detach())}: at row {row}, position {position} (new "
+        f"log-prob {float(new_logprobs.detach()[token])}, old {old}) a ratio or KL term "
+        f"overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. "
+        "Bound the ratios of negative advantages by dual_clip, or look for log-probs of other "
+        "weights or of another tokenization"
     )
 
 
@@ -163,13 +194,15 @@ _LOSS_HOOKS = ("loss", "objective", "surrogate", "factor", "extra_objective", "e
 
 
 class TokenAlgorithm(Algorithm):
-    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation.
+    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level
+    aggregation.
 
     Class attributes:
-        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A class that defines
-            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say so again by
-            `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
-            the fused output layer is not used.
+        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A
+        class that defines
+            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say
+            so again by `tokenwise = True`: its hooks then must treat every token alone. The loss is
+            right either way; without it the fused output layer is not used.
         kl_is_token_mean: a KL in the loss is averaged over all tokens, whatever `agg` is.
         most_kl: bound of a token's KL; None for none.
     """
@@ -197,7 +230,11 @@ class TokenAlgorithm(Algorithm):
         )
         tokens = self.loss_tokens(shaped, loss_mask_N).sum().to(torch.float64)
         return dataclasses.replace(
-            shaped, loss_mask=loss_mask_N, weights=weights_B, denominators={"tokens": tokens}, complete=True
+            shaped,
+            loss_mask=loss_mask_N,
+            weights=weights_B,
+            denominators={"tokens": tokens},
+            complete=True,
         )
 
     @property
@@ -235,12 +272,16 @@ class TokenAlgorithm(Algorithm):
         loss = Loss(value, metrics, {"clipped": clipped_N})
         return checked(loss, (terms_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
 
-    def _terms(self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _terms(
+        self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(N,) loss terms, which tokens were clipped, reference KL."""
         objective_N, clipped_N, kl_N = self.objective(new_N, log_ratio_N, shaped)
         terms_N = -objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))
         if kl_N is not None and self.kl_is_token_mean:
-            terms_N = terms_N + kl_N * (self.penalty.coef / shaped.denominators["tokens"].clamp(min=1.0)).to(kl_N.dtype)
+            terms_N = terms_N + kl_N * (
+                self.penalty.coef / shaped.denominators["tokens"].clamp(min=1.0)
+            ).to(kl_N.dtype)
         return terms_N, clipped_N, kl_N
 
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
@@ -250,7 +291,9 @@ class TokenAlgorithm(Algorithm):
             raise self._unprepared("`token_loss`")
         return functools.partial(self._terms_of_tokens, shaped.lean())
 
-    def _terms_of_tokens(self, shaped: LossBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
+    def _terms_of_tokens(
+        self, shaped: LossBatch, new_logprobs_n: Tensor, index_n: Tensor
+    ) -> Tensor:
         """(n,) loss terms: the loss of n rows of one token each."""
         new_n = promote(new_logprobs_n)
         part = shaped.tokens_at(index_n).with_old(new_n)
@@ -260,7 +303,8 @@ class TokenAlgorithm(Algorithm):
         return loss_n
 
     def _prepared(self, new_logprobs: Tensor, shaped: LossBatch) -> LossBatch:
-        """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody chose them."""
+        """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody
+        chose them."""
         if not self.needs_prepare or shaped.selection is not None:
             return shaped
         if not shaped.complete:
@@ -275,19 +319,25 @@ class TokenAlgorithm(Algorithm):
 
     # ---- what a method may change ----
 
-    def objective(self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Objective to maximize per token, before aggregation weights; which tokens were clipped; reference KL."""
+    def objective(
+        self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Objective to maximize per token, before aggregation weights; which tokens were clipped;
+        reference KL."""
         objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
         kl_N = None
         if shaped.ref_logprobs is not None:
             mask_N, most = shaped.loss_mask, self.most_kl
-            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped["old_logprobs"], mask_N, most)
+            kl_N = self.penalty.in_loss(
+                new_N, shaped.ref_logprobs, shaped["old_logprobs"], mask_N, most
+            )
             if not self.kl_is_token_mean:
                 objective_N = objective_N - self.penalty.coef * kl_N
         return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
-        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
+        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were
+        clipped."""
         options = self.options
         value_N, clipped_N = clipped_surrogate(
             log_ratio_N,
@@ -304,12 +354,15 @@ class TokenAlgorithm(Algorithm):
         factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
         return functools.reduce(torch.mul, factors) if factors else None
 
-    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
+    def extra_objective(
+        self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
+    ) -> Tensor:
         """Hook for terms beyond the surrogate and the reference KL."""
         return objective_N
 
     def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
-        """Hook for loss terms (N,) with a normalization of their own; each is a metric by its name."""
+        """Hook for loss terms (N,) with a normalization of their own; each is a metric by its
+        name."""
         return {}
 
 
@@ -332,7 +385,10 @@ class SequenceAlgorithm(Algorithm):
             shaped,
             # Truncated-masked completions have a ratio to look at, but weight 0.
             loss_mask=shaped.segments.spread(shaped.kept),
-            weights=reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active),  # 1/(Q G)
+            # 1/(Q G)
+            weights=reciprocal(
+                prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active
+            ),
             denominators=denominators,
             complete=True,
         )
@@ -352,7 +408,8 @@ class SequenceAlgorithm(Algorithm):
         return checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
 
     def objective(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """(B,) objectives with their weights; which completions, or what share of their tokens, were clipped; log s."""
+        """(B,) objectives with their weights; which completions, or what share of their tokens,
+        were clipped; log s."""
         options = self.options
         log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
         objective_B, clipped_B = clipped_surrogate(

@@ -1,8 +1,9 @@
 """Options of methods: their base, the blocks that methods share, and the `length_penalty` mapping.
 
-A method's options class lists the blocks it reads, overrides the defaults that are its own and adds its own options,
-each declared once by `option` (`openrlhf_ext.options`): annotation, default, meaning, bounds.
-`degenerate`, `clip_low`, `clip_high` and `agg` make one of these options with another default.
+A method's options class lists the blocks it reads, overrides the defaults that are its own and adds
+its own options, each declared once by `option` (`openrlhf_ext.options`): annotation, default,
+meaning, bounds. `degenerate`, `clip_low`, `clip_high` and `agg` make one of these options with
+another default.
 """
 
 from __future__ import annotations
@@ -35,19 +36,35 @@ logger = logging.getLogger(__name__)
 
 
 class NoOption(AttributeError):
-    """An option that a class of options has not; where that class stands is looked up when it is told."""
+    """An option that a class of options has not; where that class stands is looked up when it is
+    told."""
 
     def __str__(self) -> str:
         kind, module = type(self.obj), sys.modules[__name__]
-        blocks = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Options)]
-        block = next((one.__name__ for one in blocks if self.name in vars(one).get("__annotations__", ())), None)
-        remedy = f"inherit {block}" if block else f"declare it, such as {self.name}: ... = {self.name}(DEFAULT)"
+        blocks = [
+            one
+            for one in vars(module).values()
+            if isinstance(one, type) and issubclass(one, Options)
+        ]
+        block = next(
+            (one.__name__ for one in blocks if self.name in vars(one).get("__annotations__", ())),
+            None,
+        )
+        remedy = (
+            f"inherit {block}"
+            if block
+            else f"declare it, such as {self.name}: ... = {self.name}(DEFAULT)"
+        )
         place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
-        return f"{kind.__name__} ({place}) has no option {self.name}, which is read here: {remedy} of {__name__}"
+        return (
+            f"{kind.__name__} ({place}) has no option {self.name}, which is read here: {remedy} of "
+            f"{__name__}"
+        )
 
 
 class Options(Section):
-    """Base of all options of methods. A null takes the default unless null is a value of the option."""
+    """Base of all options of methods. A null takes the default unless null is a value of the
+    option."""
 
     if not TYPE_CHECKING:
 
@@ -61,12 +78,21 @@ class Options(Section):
     def _nulls_take_the_default(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {name: value for name, value in values.items() if value is not None or cls._keeps_null(name)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None or cls._keeps_null(name)
+        }
 
     @classmethod
     def _keeps_null(cls, name: str) -> bool:
         field = cls.model_fields.get(name)
-        return field is None or field.default is None or info_of(field).refuses_null or describe(cls)[name].nullable
+        return (
+            field is None
+            or field.default is None
+            or info_of(field).refuses_null
+            or describe(cls)[name].nullable
+        )
 
     def given(self, name: str) -> float:
         """The value of a number that this version needs, so that `violations` refused a null."""
@@ -136,8 +162,15 @@ class LengthPenalty(Options, PenaltyFormula):
 
     def cautions(self) -> Iterator[str]:
         for name, field in type(self).model_fields.items():
-            if name not in ("kind", "on", *self.read_by.get(self.kind, ())) and getattr(self, name) != field.default:
-                yield no_effect(f"length_penalty.{name}", getattr(self, name), f"kind {self.kind} does not read it")
+            if (
+                name not in ("kind", "on", *self.read_by.get(self.kind, ()))
+                and getattr(self, name) != field.default
+            ):
+                yield no_effect(
+                    f"length_penalty.{name}",
+                    getattr(self, name),
+                    f"kind {self.kind} does not read it",
+                )
 
 
 class HardPenalty(Options):
@@ -149,15 +182,21 @@ class HardPenalty(Options):
     def violations(self) -> Iterator[Violation]:
         if self.l_cache > self.l_max:
             yield Violation(
-                ("l_cache", "l_max"), f"grop_hard_dapo requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
+                ("l_cache", "l_max"),
+                f"grop_hard_dapo requires l_cache <= l_max, got {self.l_cache} > {self.l_max}",
             )
 
 
 class PartitionOptions(Options):
-    """Success classes and groups without a signal; not `mask_truncated` and `degenerate`, which some do not read."""
+    """Success classes and groups without a signal; not `mask_truncated` and `degenerate`, which
+    some do not read."""
 
-    success_threshold: Float = option(0.5, "a completion is successful iff its reward is above this")
-    degenerate_by: Literal["class", "reward"] = option("class", "degenerate means one class only, or all rewards equal")
+    success_threshold: Float = option(
+        0.5, "a completion is successful iff its reward is above this"
+    )
+    degenerate_by: Literal["class", "reward"] = option(
+        "class", "degenerate means one class only, or all rewards equal"
+    )
 
 
 class TruncationOptions(Options):
@@ -171,7 +210,9 @@ Degenerate = Literal["drop", "zero", "literal"]
 
 def degenerate(default: Degenerate) -> Any:
     """The `degenerate` option with a method's own default; null is not accepted."""
-    help_text = "groups without a signal: leave the batch, stay with zero advantage, or no special case"
+    help_text = (
+        "groups without a signal: leave the batch, stay with zero advantage, or no special case"
+    )
     return option(default, help_text, refuses_null=True)
 
 
@@ -196,20 +237,29 @@ class SequenceAdvantageOptions(EpsOptions):
 
     ddof_seq: Ddof = option(1, "std over sequences: 1 sample, 0 population")
     normalize_std: bool = option(True, "divide by the group's standard deviation")
-    baseline: Literal["seq", "token"] = option("seq", "mean over completions, or weighted by their lengths")
+    baseline: Literal["seq", "token"] = option(
+        "seq", "mean over completions, or weighted by their lengths"
+    )
 
 
 class PenaltyOptions(Options):
     """The length penalty."""
 
-    length_penalty: LengthPenalty | None = option(None, "penalty on long completions, added to the reward; null = none")
-    grop_gamma1: Float = option(0.75, "grop: share of correct completions of an easy prompt", gt=0, lt=1)
+    length_penalty: LengthPenalty | None = option(
+        None, "penalty on long completions, added to the reward; null = none"
+    )
+    grop_gamma1: Float = option(
+        0.75, "grop: share of correct completions of an easy prompt", gt=0, lt=1
+    )
     grop_medium_else: Literal["none", "incorrect"] = option(
         "none", "grop: who is penalized on a medium prompt with n <= m"
     )
     grop_hard_dapo: HardPenalty | None = option(None, "grop: penalty on hard prompts; null = none")
     stop_properly: Float | None = option(
-        None, "truncated completions: reward times this (0 to 1), or, if negative, this reward; null: no change", le=1
+        None,
+        "truncated completions: reward times this (0 to 1), or, if negative, this reward; null: "
+        "no change",
+        le=1,
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -217,7 +267,9 @@ class PenaltyOptions(Options):
         for name in ("length_penalty", "grop_hard_dapo"):
             penalty = getattr(self, name)
             for violation in () if penalty is None else penalty.violations():
-                yield Violation(tuple(f"{name}.{leaf}" for leaf in violation.options), violation.message)
+                yield Violation(
+                    tuple(f"{name}.{leaf}" for leaf in violation.options), violation.message
+                )
 
     def cautions(self) -> Iterator[str]:
         yield from super().cautions()
@@ -254,14 +306,17 @@ class ClipIntervalOptions(Options):
         if self.clip_low is not None and self.clip_high is None:
             yield Violation(
                 ("clip_low", "clip_high"),
-                f"clip_low = {self.clip_low} needs clip_high; set both, or clip_low to null for no clipping",
+                f"clip_low = {self.clip_low} needs clip_high; set both, or clip_low to null for "
+                "no clipping",
             )
 
 
 class ClipOptions(ClipIntervalOptions):
     """The clipped surrogate."""
 
-    dual_clip: Float | None = option(None, "lower bound k * A of the surrogate where A < 0; null: off", gt=1)
+    dual_clip: Float | None = option(
+        None, "lower bound k * A of the surrogate where A < 0; null: off", gt=1
+    )
 
 
 class KLOptions(Options):
@@ -291,7 +346,10 @@ class AggregationOptions(ScopeOptions):
 
     agg: Aggregation = agg("token-mean")
     l_norm: Float | None = option(
-        None, "constant length normalizer of seq-mean-token-sum-norm: the maximum completion length, tokens", gt=0
+        None,
+        "constant length normalizer of seq-mean-token-sum-norm: the maximum completion length, "
+        "tokens",
+        gt=0,
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -299,7 +357,8 @@ class AggregationOptions(ScopeOptions):
         if self.agg == "seq-mean-token-sum-norm" and self.l_norm is None:
             yield Violation(
                 ("l_norm",),
-                "l_norm is required with agg seq-mean-token-sum-norm (published: the maximum completion length)",
+                "l_norm is required with agg seq-mean-token-sum-norm (published: the maximum "
+                "completion length)",
             )
 
     def cautions(self) -> Iterator[str]:
@@ -316,7 +375,9 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-Bounds = Annotated[Pair, AfterValidator(_ordered), Words("2 numbers LOW HIGH with 0 <= LOW <= HIGH")]
+Bounds = Annotated[
+    Pair, AfterValidator(_ordered), Words("2 numbers LOW HIGH with 0 <= LOW <= HIGH")
+]
 
 
 class EntropyOptions(Options):
@@ -329,13 +390,19 @@ class EntropyOptions(Options):
     eps_mode: Literal["shift", "denominator"] = option(
         "shift", "eps added to the entropy first, or to the denominators"
     )
-    entropy_clamp: Bounds | None = option(None, "clamp the entropy (nats) to [LOW, HIGH] before eps")
+    entropy_clamp: Bounds | None = option(
+        None, "clamp the entropy (nats) to [LOW, HIGH] before eps"
+    )
     entropy_scope: Literal["group", "batch"] = option(
         "group", "entropies are compared inside a group or over the batch"
     )
-    normaliser: Literal["sum", "geomean"] = option("sum", "shares: divided by the mean, or by the geometric mean")
+    normaliser: Literal["sum", "geomean"] = option(
+        "sum", "shares: divided by the mean, or by the geometric mean"
+    )
     norm_scope: Literal["group", "batch"] = option("group", "pool of mean and std")
-    adv_pool: Literal["all", "own"] = option("all", "pools contain the other class's zeros, or the own class only")
+    adv_pool: Literal["all", "own"] = option(
+        "all", "pools contain the other class's zeros, or the own class only"
+    )
 
 
 class GroupOptions(PartitionOptions, TruncationOptions, SequenceAdvantageOptions, PenaltyOptions):

@@ -1,7 +1,7 @@
 """Exact order statistics of large tensors with little memory.
 
-Values are ranked by their bit patterns, 16 bits per pass over blocks: no sort, no index tensor, the same
-result for any order of the entries.
+Values are ranked by their bit patterns, 16 bits per pass over blocks: no sort, no index tensor, the
+same result for any order of the entries.
 
 Shape suffixes: N = entries, n = those of a block.
 """
@@ -22,7 +22,8 @@ _SIGN = 1 << (_DIGIT - 1)
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """Signed integers in the order of the floats (negative floats have their magnitude bits flipped)."""
+    """Signed integers in the order of the floats (negative floats have their magnitude bits
+    flipped)."""
     integer, width = _BITS[values.dtype]
     # Adding 0 turns -0.0 into 0.0, which must rank alike.
     bits = (values + 0.0).view(integer)
@@ -37,13 +38,17 @@ def _from_bits(bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def order_statistic(
-    values_N: Tensor, among_N: Tensor | None, rank: int, total: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    values_N: Tensor,
+    among_N: Tensor | None,
+    rank: int,
+    total: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[Tensor, int]:
     """The value of 0-based `rank` in ascending order among the flagged entries; float32 or float64.
 
     Args:
         among_N: which entries count; None: all.
-        total: sums an int64 tensor over processes that hold a part of the values each; all then find the same.
+        total: sums an int64 tensor over processes that hold a part of the values each; all then
+        find the same.
     Returns:
         the value, 0-d; and how many entries are less than or equal to it.
     """
@@ -60,7 +65,9 @@ def order_statistic(
     return _from_bits(known, values_N.dtype).to(values_N.device), int(reached[digit])
 
 
-def _digit_counts(values_N: Tensor, among_N: Tensor | None, shift: int, known: int | None) -> Tensor:
+def _digit_counts(
+    values_N: Tensor, among_N: Tensor | None, shift: int, known: int | None
+) -> Tensor:
     """(2^16,) entries per digit at `shift`, of those whose higher bits are `known`."""
     digits = 1 << _DIGIT
     counts = torch.zeros(digits, dtype=torch.int64, device=values_N.device)
@@ -80,7 +87,9 @@ def _flagged(values_N: Tensor, among_N: Tensor | None) -> Iterator[Tensor]:
     if among_N is None:
         yield from values_N.split(BLOCK_TOKENS)
         return
-    for values_n, among_n in zip(values_N.split(BLOCK_TOKENS), among_N.split(BLOCK_TOKENS), strict=True):
+    for values_n, among_n in zip(
+        values_N.split(BLOCK_TOKENS), among_N.split(BLOCK_TOKENS), strict=True
+    ):
         yield values_n[among_n]
 
 
@@ -93,12 +102,15 @@ def _next_larger(values_N: Tensor, among_N: Tensor | None, value: Tensor) -> Ten
     return best
 
 
-def upper_threshold(values_N: Tensor, among_N: Tensor | None, fraction: float) -> tuple[Tensor, Tensor]:
-    """The (1 - fraction) quantile, linearly interpolated, of the flagged entries (None: all); 0 if there are none.
+def upper_threshold(
+    values_N: Tensor, among_N: Tensor | None, fraction: float
+) -> tuple[Tensor, Tensor]:
+    """The (1 - fraction) quantile, linearly interpolated, of the flagged entries (None: all); 0 if
+    there are none.
 
     Returns:
-        tau, 0-d float64; and the smallest number >= tau in the dtype of the values, so that `values >= cut` decides
-        exactly as a comparison with tau itself.
+        tau, 0-d float64; and the smallest number >= tau in the dtype of the values, so that `values
+        >= cut` decides exactly as a comparison with tau itself.
     """
     count = len(values_N) if among_N is None else int(among_N.sum())
     if count == 0:

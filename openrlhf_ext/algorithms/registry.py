@@ -1,4 +1,5 @@
-"""Algorithms by name. A user's own module or file registers one with `register_algorithm`; nothing here changes."""
+"""Algorithms by name. A user's own module or file registers one with `register_algorithm`; nothing
+here changes."""
 
 from __future__ import annotations
 
@@ -32,11 +33,20 @@ def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
 
     def register(cls: A) -> A:
         known = _ALGORITHMS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"algorithm {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+        if known is not None and (known.__module__, known.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise ValueError(
+                f"algorithm {name!r} is already registered by "
+                f"{known.__module__}.{known.__qualname__}"
+            )
         package, _, file = cls.__module__.rpartition(".")
         if package == METHODS and file != name:
-            raise ValueError(f"algorithm {name!r} must be in methods/{name}.py, not in {file}.py: files name methods")
+            raise ValueError(
+                f"algorithm {name!r} must be in methods/{name}.py, not in {file}.py: files name "
+                "methods"
+            )
         cls.name = name
         cls.Options = options
         _ALGORITHMS[name] = cls
@@ -53,10 +63,16 @@ def algorithm_names() -> list[str]:
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class registered under `name`; ValueError with the nearest name otherwise."""
     if name not in _ALGORITHMS:
-        hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict." if name.lower() == "gtpo" else ""
+        hint = (
+            "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict."
+            if name.lower() == "gtpo"
+            else ""
+        )
         near = nearest(name, _ALGORITHMS)
         hint = hint or (f"; did you mean {near!r}?" if near else ".")
-        raise ValueError(f"unknown algorithm {name!r}{hint} Algorithms: {', '.join(algorithm_names())}")
+        raise ValueError(
+            f"unknown algorithm {name!r}{hint} Algorithms: {', '.join(algorithm_names())}"
+        )
     return _ALGORITHMS[name]
 
 
@@ -75,11 +91,14 @@ def foreign_keys(name: str) -> set[str]:
     return {key for other in _ALGORITHMS for key in option_keys(other)} - option_keys(name)
 
 
-def with_published_values(name: str, options: Mapping[str, Any], *, max_length: int | None) -> dict[str, Any]:
-    """The given options, and published values for options without a default: what a command line passes on.
+def with_published_values(
+    name: str, options: Mapping[str, Any], *, max_length: int | None
+) -> dict[str, Any]:
+    """The given options, and published values for options without a default: what a command line
+    passes on.
 
-    The published weights (`OptionInfo.recommended`) are those of version v6; `l_norm` is published as the maximum
-    completion length.
+    The published weights (`OptionInfo.recommended`) are those of version v6; `l_norm` is published
+    as the maximum completion length.
 
     Args:
         max_length: tokens; None: unknown, nothing is supplied for `l_norm`.
@@ -111,32 +130,45 @@ def get_algorithm(
 
     Args:
         name: registry name, e.g. "gtpo_entropy".
-        correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`), None for none.
-        kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead of `kl_coef`,
+        correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`),
+        None for none.
+        kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead
+        of `kl_coef`,
             which is the k3 penalty in the loss.
-        entropy_coef: weight of an entropy bonus: the loss falls by it times the mean entropy of the loss tokens.
+        entropy_coef: weight of an entropy bonus: the loss falls by it times the mean entropy of the
+        loss tokens.
         warn: log what has no effect or deserves a look; False where somebody has said it already.
-        **options: keys of `describe_options(name)`. A null value takes the default, except where null has a meaning
-            of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is ignored with a warning.
+        **options: keys of `describe_options(name)`. A null value takes the default, except where
+        null has a meaning
+            of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is
+            ignored with a warning.
 
     Raises:
-        ValueError: unknown name or key (with the nearest one), illegal or missing value; all violations at once.
+        ValueError: unknown name or key (with the nearest one), illegal or missing value; all
+        violations at once.
     """
     cls = algorithm_class(name)
     foreign = foreign_keys(name)
     for key in sorted(foreign & set(options)) if warn else ():
         logger.warning("%s does not read the option %r; it is ignored", name, key)
-    parsed = parse(cls.Options, {key: value for key, value in options.items() if key not in foreign}, name, warn=warn)
+    parsed = parse(
+        cls.Options,
+        {key: value for key, value in options.items() if key not in foreign},
+        name,
+        warn=warn,
+    )
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
-    return cls(parsed, correction=parse_correction(correction), kl=penalty, entropy_coef=entropy_coef)
+    return cls(
+        parsed, correction=parse_correction(correction), kl=penalty, entropy_coef=entropy_coef
+    )
 
 
 @cache
 def algorithm_of_file(path: str) -> str:
     """Runs a Python file that registers one algorithm (`register_algorithm`); the name it has then.
 
-    Its module is in `sys.modules`, under a name that other processes cannot import: what sends the algorithm to them
-    sends the class by value.
+    Its module is in `sys.modules`, under a name that other processes cannot import: what sends the
+    algorithm to them sends the class by value.
 
     Raises:
         ValueError: the file cannot be run, or registers no algorithm or several.
@@ -151,5 +183,8 @@ def algorithm_of_file(path: str) -> str:
         raise ValueError(f"{path} cannot be imported:\n{told(error)}") from error
     new = sorted(set(algorithm_names()) - before)
     if len(new) != 1:
-        raise ValueError(f"{path} must register one algorithm with register_algorithm, got {', '.join(new) or 'none'}")
+        raise ValueError(
+            f"{path} must register one algorithm with register_algorithm, got "
+            f"{', '.join(new) or 'none'}"
+        )
     return new[0]

@@ -1,17 +1,19 @@
 """Upstream's estimators: token rewards, returns, whitening, and one of two policy losses.
 
-What OpenRLHF 0.11.2 computes (`trainer/ppo_utils/experience_maker.py:238`, `models/loss.py:123`), number by number:
+What OpenRLHF 0.11.2 computes (`trainer/ppo_utils/experience_maker.py:238`, `models/loss.py:123`),
+number by number:
 
     r_i = penalized reward of the completion, minus the method's baseline, in `reward_clip`
-    r_it = [t = T_i] r_i - kl_coef KL_it                                a KL in the reward, within +-10
-    A_it = sum_{s >= t} gamma^(s - t) r_is                              then whitened, where the method does
-    J = mean over all tokens of f(w_it, A_it)                           `policy_loss_type ppo`, log w within +-20
-    J = 1/B sum_i 1/T_i sum_t f(s_i, A_it)                              `gspo`, s_i = exp(1/T_i sum_t log w_it)
+    r_it = [t = T_i] r_i - kl_coef KL_it                                a KL in the reward, within
+    +-10 A_it = sum_{s >= t} gamma^(s - t) r_is                              then whitened, where
+    the method does J = mean over all tokens of f(w_it, A_it)
+    `policy_loss_type ppo`, log w within +-20 J = 1/B sum_i 1/T_i sum_t f(s_i, A_it)
+                 `gspo`, s_i = exp(1/T_i sum_t log w_it)
 
 A KL in the loss is a mean over all tokens, whatever `agg` is.
 
-Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = completions that are scanned together,
-T = positions of the longest of them.
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = completions that are
+scanned together, T = positions of the longest of them.
 """
 
 from __future__ import annotations
@@ -28,11 +30,19 @@ from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.losses import TokenAlgorithm, clipped_surrogate
-from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, Options, PenaltyOptions
+from openrlhf_ext.algorithms.option_blocks import (
+    AggregationOptions,
+    ClipOptions,
+    KLOptions,
+    Options,
+    PenaltyOptions,
+)
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
 from openrlhf_ext.options import Float, Pair, Violation, no_effect, option
 
-_ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
+# go through the positions together: enough for each step to be worth its call, few enough for the
+# memory
+_ROWS = 1024
 _MOST_LOG_RATIO = 20.0
 
 
@@ -40,7 +50,9 @@ class ReturnOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
     """What all of upstream's estimators read."""
 
     policy_loss_type: Literal["ppo", "gspo"] = option(
-        "ppo", "one ratio per token, or per completion the geometric mean of its tokens' (mean over completions)"
+        "ppo",
+        "one ratio per token, or per completion the geometric mean of its tokens' (mean over "
+        "completions)",
     )
     reward_clip: Pair | None = option(
         (-10, 10), "LOW HIGH that a reward is clipped to after the baseline; null: no clipping"
@@ -50,20 +62,27 @@ class ReturnOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
         yield from super().violations()
         if self.reward_clip is not None and self.reward_clip[0] > self.reward_clip[1]:
             low, high = self.reward_clip
-            yield Violation(("reward_clip",), f"reward_clip must be LOW HIGH with LOW <= HIGH, got {low:g} {high:g}")
+            yield Violation(
+                ("reward_clip",),
+                f"reward_clip must be LOW HIGH with LOW <= HIGH, got {low:g} {high:g}",
+            )
 
     def cautions(self) -> Iterator[str]:
         yield from super().cautions()
         for name in ("agg", "agg_scope", "l_norm") if self.policy_loss_type == "gspo" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                yield no_effect(name, getattr(self, name), "policy_loss_type gspo is a mean over completions")
+                yield no_effect(
+                    name, getattr(self, name), "policy_loss_type gspo is a mean over completions"
+                )
 
 
 class WhitenOptions(Options):
     """Whitening of the advantages."""
 
     whiten: bool = option(True, "standardize the advantages over all tokens of the rollout batch")
-    normalize_std: bool = option(True, "divide by the std when whitening; false only subtracts the mean")
+    normalize_std: bool = option(
+        True, "divide by the std when whitening; false only subtracts the mean"
+    )
     adv_eps: Float = option(1e-8, "least variance that divides when whitening", gt=0)
 
 
@@ -110,12 +129,15 @@ class ReturnAlgorithm(TokenAlgorithm):
     def returns(
         self, scores_B: Tensor, kl_N: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(N,) discounted sums of the rewards from each token on, and what else the loss or a critic reads."""
+        """(N,) discounted sums of the rewards from each token on, and what else the loss or a
+        critic reads."""
         gamma = getattr(self.options, "gamma", 1.0)
         if kl_N is None and gamma == 1:  # the same on all tokens, without a scan
             return inputs.segments.spread(scores_B).clone(), {}
         rewards_N = token_rewards(scores_B, kl_N, inputs.segments)
-        return gae(rewards_N, torch.zeros_like(rewards_N), inputs.segments, gamma=gamma, lambd=1.0)[0], {}
+        return gae(rewards_N, torch.zeros_like(rewards_N), inputs.segments, gamma=gamma, lambd=1.0)[
+            0
+        ], {}
 
     # ---- the loss ----
 
@@ -134,11 +156,16 @@ class ReturnAlgorithm(TokenAlgorithm):
         if not self._is_gspo:
             return super().surrogate(log_ratio_N.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO), shaped)
         segments, options = shaped.segments, self.options
-        if "sampled_logprobs" in shaped.of_tokens:  # upstream corrects a completion's ratio to new / sampled
+        # upstream corrects a completion's ratio to new / sampled
+        if "sampled_logprobs" in shaped.of_tokens:
             log_ratio_N = log_ratio_N + (shaped["old_logprobs"] - shaped["sampled_logprobs"])
         mean_B = (segments.sums(log_ratio_N) / shaped.lengths).to(log_ratio_N.dtype)
         objective_N, clipped_N = clipped_surrogate(
-            segments.spread(mean_B), shaped.advantages, options.clip_low, options.clip_high, options.dual_clip
+            segments.spread(mean_B),
+            shaped.advantages,
+            options.clip_low,
+            options.clip_high,
+            options.dual_clip,
         )
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N & shaped.loss_mask
 
@@ -174,12 +201,15 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages `sum_l (gamma lambda)^l delta_{t+l}` and returns `A + V`, both (N,).
 
-    `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows. (J. Schulman et al.,
-    arXiv 1506.02438, eq. 16.)
+    `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows. (J.
+    Schulman et al., arXiv 1506.02438, eq. 16.)
     """
     advantages_N = torch.empty_like(values_N.detach())
-    for rows_R in segments.lengths_B.argsort().split(_ROWS) if len(segments) else ():  # of about equal length
-        values_TR, rewards_TR = (_from_the_end(x_N.detach(), segments, rows_R) for x_N in (values_N, rewards_N))
+    # of about equal length
+    for rows_R in segments.lengths_B.argsort().split(_ROWS) if len(segments) else ():
+        values_TR, rewards_TR = (
+            _from_the_end(x_N.detach(), segments, rows_R) for x_N in (values_N, rewards_N)
+        )
         advantages_RT = _backwards(rewards_TR, values_TR, gamma=gamma, lambd=lambd).t().flip(1)
         lengths = segments.lengths_B[rows_R].tolist()
         ends_R = [row_T[-length:] for row_T, length in zip(advantages_RT, lengths, strict=True)]
@@ -188,10 +218,13 @@ def gae(
 
 
 def _from_the_end(values_N: Tensor, segments: Segments, rows_R: Tensor) -> Tensor:
-    """(T, R) entries of some rows, the last ones first, 0 behind the first ones; T is the longest row."""
+    """(T, R) entries of some rows, the last ones first, 0 behind the first ones; T is the longest
+    row."""
     lengths = segments.lengths_B[rows_R].tolist()
     padded_RT = values_N.new_zeros(len(lengths), max(lengths))
-    for row_T, values_n in zip(padded_RT, segments.take(values_N, rows_R).split(lengths), strict=True):
+    for row_T, values_n in zip(
+        padded_RT, segments.take(values_N, rows_R).split(lengths), strict=True
+    ):
         row_T[-len(values_n) :] = values_n
     return padded_RT.flip(1).t().contiguous()
 
@@ -209,7 +242,8 @@ def _backwards(rewards_TR: Tensor, values_TR: Tensor, *, gamma: float, lambd: fl
 
 
 def _whiten(advantages_N: Tensor, *, normalize_std: bool, least: float) -> None:
-    """Centers over all tokens and divides by their population std, in place; statistics in float64."""
+    """Centers over all tokens and divides by their population std, in place; statistics in
+    float64."""
     tokens = max(1, len(advantages_N))
     advantages_N -= (float64_sum(advantages_N) / tokens).to(advantages_N.dtype)
     if normalize_std:

@@ -1,9 +1,12 @@
-"""Rows of different lengths, concatenated: which entries of a flat tensor belong to which, and sums over rows.
+"""Rows of different lengths, concatenated: which entries of a flat tensor belong to which, and sums
+over rows.
 
-A (N,) tensor holds the tokens of all rows, without padding. Large ones are processed a few rows at a time, so that
-temporaries stay in the cache: a fresh (N,) temporary costs its page faults, a block's are reused by the allocator.
+A (N,) tensor holds the tokens of all rows, without padding. Large ones are processed a few rows at
+a time, so that temporaries stay in the cache: a fresh (N,) temporary costs its page faults, a
+block's are reused by the allocator.
 
-Shape suffixes: B = rows, N = tokens of all rows, Q = groups, b = rows of a block, n = tokens of a block.
+Shape suffixes: B = rows, N = tokens of all rows, Q = groups, b = rows of a block, n = tokens of a
+block.
 """
 
 from __future__ import annotations
@@ -29,12 +32,17 @@ class Segments:
 
     Attributes:
         lengths_B: (B,) int64 tokens of each row, on the device of the flat tensors.
-        bounds: (B + 1,) int64 where rows begin and end, always on the host: cutting waits for no device.
+        bounds: (B + 1,) int64 where rows begin and end, always on the host: cutting waits for no
+        device.
     """
 
     def __init__(self, lengths_B: Tensor, bounds: np.ndarray | None = None) -> None:
         self.lengths_B = lengths_B
-        self.bounds = np.concatenate([[0], np.cumsum(lengths_B.to("cpu").numpy())]) if bounds is None else bounds
+        self.bounds = (
+            np.concatenate([[0], np.cumsum(lengths_B.to("cpu").numpy())])
+            if bounds is None
+            else bounds
+        )
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -84,10 +92,14 @@ class Segments:
         spans = zip(self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True)
         return torch.cat([values_N[:0], *(values_N[start:stop] for start, stop in spans)])
 
-    def put(self, target_N: Tensor | np.ndarray, values_n: Tensor | np.ndarray, rows: RowSelection) -> None:
+    def put(
+        self, target_N: Tensor | np.ndarray, values_n: Tensor | np.ndarray, rows: RowSelection
+    ) -> None:
         """Writes entries of some rows, as ``take`` gives them, to where these rows are."""
         index, start = _on_host(rows), 0
-        for first, stop in zip(self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True):
+        for first, stop in zip(
+            self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True
+        ):
             target_N[first:stop] = values_n[start : start + stop - first]  # type: ignore[assignment] # both are one kind
             start += stop - first
 
@@ -127,7 +139,8 @@ class Segments:
             return Block(rows, self.span(rows), self.lengths_B[rows])
         index = _on_host(rows)
         lengths = np.diff(self.bounds)[index]
-        start = self.bounds[index] - (np.cumsum(lengths) - lengths)  # less than where the row is, by what is before it
+        # less than where the row is, by what is before it
+        start = self.bounds[index] - (np.cumsum(lengths) - lengths)
         tokens = torch.from_numpy(np.repeat(start, lengths) + np.arange(lengths.sum()))
         return Block(rows, tokens.to(self.lengths_B.device), self.lengths_B[rows])
 
@@ -135,7 +148,10 @@ class Segments:
         """Blocks of neighboring rows that cover all."""
         first = 0
         while first < len(self):
-            fitting = int(np.searchsorted(self.bounds, self.bounds[first] + BLOCK_TOKENS, side="right")) - 1
+            fitting = (
+                int(np.searchsorted(self.bounds, self.bounds[first] + BLOCK_TOKENS, side="right"))
+                - 1
+            )
             stop = max(first + 1, fitting)
             yield self.block(slice(first, stop))
             first = stop
@@ -146,7 +162,8 @@ class Block:
     """Some rows of a batch.
 
     Attributes:
-        rows, tokens: which rows, and which entries of the flat tensors: slices where they are neighbors.
+        rows, tokens: which rows, and which entries of the flat tensors: slices where they are
+        neighbors.
         lengths_b: int64 tokens of each row.
     """
 
@@ -157,7 +174,11 @@ class Block:
     @cached_property
     def size(self) -> int:
         """n, the number of tokens."""
-        return len(self.tokens) if isinstance(self.tokens, Tensor) else self.tokens.stop - self.tokens.start
+        return (
+            len(self.tokens)
+            if isinstance(self.tokens, Tensor)
+            else self.tokens.stop - self.tokens.start
+        )
 
     @cached_property
     def row_n(self) -> Tensor:
@@ -167,7 +188,11 @@ class Block:
 
     def token(self, index: int) -> int:
         """Which token of the batch the block's `index`-th is."""
-        return int(self.tokens[index]) if isinstance(self.tokens, Tensor) else self.tokens.start + index
+        return (
+            int(self.tokens[index])
+            if isinstance(self.tokens, Tensor)
+            else self.tokens.start + index
+        )
 
     def positions(self, first_b: Tensor) -> Tensor:
         """(n,) int64 position of each token in its row, counted from `first_b`."""
@@ -181,11 +206,14 @@ class Block:
     def sums(self, values_n: Tensor) -> Tensor:
         """(b,) float64 sum over each row's tokens, differentiable."""
         # `unsafe` leaves out a check of the lengths that would wait for the device
-        return torch.segment_reduce(values_n.to(torch.float64), "sum", lengths=self.lengths_b, unsafe=True)
+        return torch.segment_reduce(
+            values_n.to(torch.float64), "sum", lengths=self.lengths_b, unsafe=True
+        )
 
 
 def group_blocks(segments: Segments, order_B: Tensor, sizes_Q: Tensor) -> list[tuple[slice, Block]]:
-    """Blocks of whole groups that cover all rows; larger than `BLOCK_TOKENS` only where one group is.
+    """Blocks of whole groups that cover all rows; larger than `BLOCK_TOKENS` only where one group
+    is.
 
     Args:
         order_B: rows in the order of their groups.
@@ -197,7 +225,8 @@ def group_blocks(segments: Segments, order_B: Tensor, sizes_Q: Tensor) -> list[t
         return []
     stop_Q = sizes_Q.cumsum(0)
     tokens_B = segments.lengths_B[order_B].cumsum(0)
-    first_Q = torch.cat([tokens_B.new_zeros(1), tokens_B[stop_Q[:-1] - 1]])  # tokens before each group
+    # tokens before each group
+    first_Q = torch.cat([tokens_B.new_zeros(1), tokens_B[stop_Q[:-1] - 1]])
     _, groups = (first_Q // BLOCK_TOKENS).unique_consecutive(return_counts=True)
     stops = stop_Q[groups.cumsum(0) - 1].tolist()
     in_order = bool((order_B[1:] > order_B[:-1]).all())
@@ -211,7 +240,8 @@ def float64_sum(values_N: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> np.ndarray:
-    """A tensor's entries as numpy's, on the CPU: they leave a pickle out of band, so that Ray copies them once."""
+    """A tensor's entries as numpy's, on the CPU: they leave a pickle out of band, so that Ray
+    copies them once."""
     return tensor.detach().cpu().contiguous().numpy()
 
 

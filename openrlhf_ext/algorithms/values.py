@@ -18,7 +18,8 @@ _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 s
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float | None, tokens: Tensor
 ) -> Tensor:
-    """`1/2` mean of the (clipped) squared error over `tokens` tokens of the whole mini-batch: shares add up.
+    """`1/2` mean of the (clipped) squared error over `tokens` tokens of the whole mini-batch:
+    shares add up.
 
     With `clip`, the larger of the errors of V and of V clipped to `old +- clip`, as in PPO.
     """
@@ -33,15 +34,17 @@ def value_loss(
 def value_clip_fraction(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float, tokens: Tensor
 ) -> Tensor:
-    """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the larger error."""
-    near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)  # V itself inside: a sum would round it
+    """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the
+    larger error."""
+    # V itself inside: a sum would round it
+    near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
     cut_N = (near_N - returns_N) ** 2 > (values_N - returns_N) ** 2
     return cut_N.sum() / tokens.to(values_N.dtype)
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> Tensor | None:
-    """`1 - Var(returns - values) / Var(returns)` over the completion tokens, float64; None if the returns are equal
-    up to rounding.
+    """`1 - Var(returns - values) / Var(returns)` over the completion tokens, float64; None if the
+    returns are equal up to rounding.
 
     1: the critic knows the returns; 0: it is as good as their mean; negative: worse.
     """

@@ -1,8 +1,9 @@
-"""Files that are complete or absent: written with a running checksum, fsynced, and checked against a list; and state
-made of plain values and small tensors as JSON, which can never run code.
+"""Files that are complete or absent: written with a running checksum, fsynced, and checked against
+a list; and state made of plain values and small tensors as JSON, which can never run code.
 
-JSON has no tuples, bytes, tensors, or keys other than text. They are written as objects with the key ``"!"``, which
-names what they are; floats keep every bit (NaN and infinities too, in Python's notation).
+JSON has no tuples, bytes, tensors, or keys other than text. They are written as objects with the
+key ``"!"``, which names what they are; floats keep every bit (NaN and infinities too, in Python's
+notation).
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ import torch
 from openrlhf_ext.inputs import sha256_of
 
 VISIBLE_S = 60.0
-"""How long a file that another machine wrote may take to appear here: network file systems cache."""
+"""How long a file that another machine wrote may take to appear here: network file systems
+cache."""
 
 _CHUNK_BYTES = 16 << 20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, what is wrong, and what to do."""
+    """A checkpoint cannot be written or read; the message names the file, what is wrong, and what
+    to do."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint; ``path`` is relative to its folder, with forward slashes, ``sha256`` hexadecimal."""
+    """One file of a checkpoint; ``path`` is relative to its folder, with forward slashes,
+    ``sha256`` hexadecimal."""
 
     path: str
     size: int
@@ -43,7 +47,8 @@ class FileEntry:
 
 
 def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry. Raises
+    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry.
+    Raises
     CheckpointError: the operating system refused, for instance because the disk is full."""
     digest = hashlib.sha256()
     size = write_durably(folder / path, chunks, digest.update)
@@ -51,9 +56,12 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
 
 
 def write_durably(
-    target: Path, chunks: Iterable[bytes | memoryview], seen: Callable[[memoryview], None] = lambda part: None
+    target: Path,
+    chunks: Iterable[bytes | memoryview],
+    seen: Callable[[memoryview], None] = lambda part: None,
 ) -> int:
-    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes."""
+    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in
+    bytes."""
     size = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +90,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
-    """Files (bytes by path) that another machine wrote and that are not here with their size after ``wait_s``
-    seconds."""
+    """Files (bytes by path) that another machine wrote and that are not here with their size after
+    ``wait_s`` seconds."""
     deadline, absent = time.monotonic() + wait_s, list(sizes)
     while absent := [path for path in absent if not _is_there(folder / path, sizes[path])]:
         if time.monotonic() >= deadline:
@@ -100,7 +108,8 @@ def _is_there(path: Path, size: int) -> bool:
 
 
 def deal_files(entries: Iterable[FileEntry], ranks: int) -> list[list[FileEntry]]:
-    """Shares of about the same number of bytes, the same on every rank: the largest file goes to who has least."""
+    """Shares of about the same number of bytes, the same on every rank: the largest file goes to
+    who has least."""
     shares: list[list[FileEntry]] = [[] for _ in range(ranks)]
     bytes_of = [0] * ranks
     for entry in sorted(entries, key=lambda entry: (-entry.size, entry.path)):
@@ -112,7 +121,11 @@ def deal_files(entries: Iterable[FileEntry], ranks: int) -> list[list[FileEntry]
 
 def check_files(folder: Path, entries: Iterable[FileEntry], most: float = math.inf) -> list[str]:
     """What is wrong with files; of those of more than ``most`` bytes only the size is compared."""
-    return [problem for entry in entries if (problem := _problem(folder / entry.path, entry, most)) is not None]
+    return [
+        problem
+        for entry in entries
+        if (problem := _problem(folder / entry.path, entry, most)) is not None
+    ]
 
 
 def _problem(path: Path, entry: FileEntry, most: float) -> str | None:
@@ -132,17 +145,27 @@ _KIND = "!"
 
 
 def write_plain(folder: Path, path: str, state: Any) -> FileEntry:
-    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place, for what no checkpoint holds."""
+    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place, for what no checkpoint
+    holds."""
     return write_file(folder, path, [json.dumps(_encode(state, "state"), indent=1).encode()])
 
 
 def read_plain(path: Path) -> Any:
-    """Reads what :func:`write_plain` wrote. Raises CheckpointError: the file cannot be read or is not such a file."""
+    """Reads what :func:`write_plain` wrote. Raises CheckpointError: the file cannot be read or is
+    not such a file."""
     try:
         return _decode(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, RuntimeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
         raise CheckpointError(f"{path} is not a state written by this program: {error}") from error
 
 
@@ -158,7 +181,10 @@ def _encode(value: Any, where: str) -> Any:
         case list():
             return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         case tuple():
-            return {_KIND: "tuple", "items": [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+            return {
+                _KIND: "tuple",
+                "items": [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)],
+            }
         case dict():
             return _encode_dict(value, where)
         case bytes():
@@ -176,14 +202,22 @@ def _encode_dict(value: dict, where: str) -> dict:
     encoded = {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
     if all(isinstance(key, str) and key != _KIND for key in value):
         return encoded
-    return {_KIND: "dict", "items": [[_encode(key, f"a key of {where}"), item] for key, item in encoded.items()]}
+    return {
+        _KIND: "dict",
+        "items": [[_encode(key, f"a key of {where}"), item] for key, item in encoded.items()],
+    }
 
 
 def _encode_tensor(value: torch.Tensor) -> dict:
     # bytes through uint8, since numpy knows no bfloat16
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
-    return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), "data": base64.b64encode(raw).decode()}
+    return {
+        _KIND: "tensor",
+        "dtype": dtype,
+        "shape": list(value.shape),
+        "data": base64.b64encode(raw).decode(),
+    }
 
 
 def _decode(value: Any) -> Any:
@@ -213,5 +247,9 @@ def _decode_tensor(value: dict) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {value['dtype']!r}")
     raw = base64.b64decode(value["data"], validate=True)
-    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if raw
+        else torch.empty(0, dtype=torch.uint8)
+    )
     return flat.view(dtype).reshape(value["shape"])

@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: begin, commit, keep N and the best, find the newest.
 
-A checkpoint is a folder ``global_step<N>`` that holds a ``manifest.json`` with size and SHA-256 of every other file. It
-is written as ``global_step<N>.incomplete`` and renamed when everything in it is on disk: whatever happens in between
-leaves the earlier ones as they were.
+A checkpoint is a folder ``global_step<N>`` that holds a ``manifest.json`` with size and SHA-256 of
+every other file. It is written as ``global_step<N>.incomplete`` and renamed when everything in it
+is on disk: whatever happens in between leaves the earlier ones as they were.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _FORMAT = "openrlhf_ext checkpoint"
 _VERSION = 1
 _INCOMPLETE = ".incomplete"
 _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
-_BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}  # best first; earlier releases had none
+# best first; earlier releases had none
+_BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}
 _NAME = re.compile(r"global_step(\d+)")
 _PENDING = "pending.json"
 _ENTRY_KEYS = {"path": INNER_PATH, "size": INTEGER, "sha256": TEXT}
@@ -74,28 +75,37 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError: there is none, or not one of this format."""
+    """The manifest of a checkpoint. Raises CheckpointError: there is none, or not one of this
+    format."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(
-            f"{folder} holds no {MANIFEST}: it is no resumable checkpoint of this program, or not a complete one"
+            f"{folder} holds no {MANIFEST}: it is no resumable checkpoint of this program, or "
+            "not a complete one"
         )
     try:
         data = read_json(path, {"format": TEXT, "version": INTEGER})
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             raise CheckpointError(
-                f"{path} is of format {data['format']!r} version {data['version']!r}, this program reads {_FORMAT!r} "
-                f"version {_VERSION}"
+                f"{path} is of format {data['format']!r} version {data['version']!r}, this "
+                f"program reads {_FORMAT!r} version {_VERSION}"
             )
-        check(data, str(path), {"step": INTEGER, "files": list_of(map_with(_ENTRY_KEYS)), "about": MAP})
+        check(
+            data,
+            str(path),
+            {"step": INTEGER, "files": list_of(map_with(_ENTRY_KEYS)), "about": MAP},
+        )
     except InputError as error:
         raise CheckpointError(str(error)) from error
-    files = tuple(FileEntry(entry["path"], entry["size"], entry["sha256"]) for entry in data["files"])
+    files = tuple(
+        FileEntry(entry["path"], entry["size"], entry["sha256"]) for entry in data["files"]
+    )
     return Manifest(data["step"], files, data["about"])
 
 
 def check_share(folder: Path, rank: int, ranks: int) -> list[str]:
-    """What is wrong with a rank's share of a checkpoint's files: together they read all. Raises CheckpointError."""
+    """What is wrong with a rank's share of a checkpoint's files: together they read all. Raises
+    CheckpointError."""
     return check_files(folder, deal_files(read_manifest(folder).files, ranks)[rank])
 
 
@@ -110,26 +120,41 @@ class Witness:
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:
-    """Says which files a rank has written in the background; ``part``: its name, as ``CheckpointStore.expect`` was
-    told."""
-    write_file(folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()])
+    """Says which files a rank has written in the background; ``part``: its name, as
+    ``CheckpointStore.expect`` was told."""
+    write_file(
+        folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()]
+    )
 
 
 class CheckpointStore:
-    """The checkpoints in one folder on a file system that every node shares; one process at a time writes. ``keep``:
-    checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take together; the newest one is
-    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here; ``check_own`` is
-    called before anything is changed, and raises if the folder is somebody else's by now."""
+    """The checkpoints in one folder on a file system that every node shares; one process at a time
+    writes. ``keep``:
+    checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take
+    together; the newest one is never deleted. ``visible_s``: how long files that other nodes have
+    written may take to appear here; ``check_own`` is called before anything is changed, and raises
+    if the folder is somebody else's by now."""
 
     def __init__(
-        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S,
+        self,
+        folder: str | Path,
+        keep: int,
+        max_bytes: float = float("inf"),
+        visible_s: float = VISIBLE_S,
         check_own: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._check_own = check_own
-        self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
+        self.folder, self.keep, self.max_bytes, self.visible_s = (
+            Path(folder),
+            keep,
+            max_bytes,
+            visible_s,
+        )
 
     def checkpoints(self) -> list[Path]:
-        found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
+        found = [
+            p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()
+        ]
         return sorted(found, key=step_of)
 
     def path_of(self, step: int) -> Path:
@@ -146,22 +171,26 @@ class CheckpointStore:
         return target
 
     def commit(self, manifest: Manifest) -> Path:
-        """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
-        wrote to other storage), or the system refused; the checkpoints made before are untouched."""
+        """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is
+        not there (a rank wrote to other storage), or the system refused; the checkpoints made
+        before are untouched."""
         self._check_own()
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
         sizes = {entry.path: entry.size for entry in manifest.files}
         if absent := absent_files(folder, sizes, self.visible_s):
             raise CheckpointError(
-                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
-                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+                f"{folder / absent[0]} was written by a rank and is not here with its "
+                f"{sizes[absent[0]]} bytes after {self.visible_s:g} s: ckpt.path must be on "
+                "storage that all nodes and the driver share"
             )
         content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
         write_file(folder, MANIFEST, [json.dumps(content, indent=1).encode()])
         try:
             if target.exists():  # left behind by a run that went back to an earlier checkpoint
                 aside = free_name(target.with_name(f"{target.name}.superseded"))
-                logger.warning("%s of an earlier run is in the way and is moved to %s", target, aside)
+                logger.warning(
+                    "%s of an earlier run is in the way and is moved to %s", target, aside
+                )
                 target.rename(aside)
             os.replace(folder, target)
             fsync_folder(self.folder)
@@ -170,7 +199,8 @@ class CheckpointStore:
         return target
 
     def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
-        """Notes what ``complete`` waits for: the receipts of ranks that write in the background, beside the files of
+        """Notes what ``complete`` waits for: the receipts of ranks that write in the background,
+        beside the files of
         ``manifest`` that are there already."""
         content = json.dumps({**asdict(manifest), "parts": parts})
         write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
@@ -179,16 +209,20 @@ class CheckpointStore:
         folder = self._incomplete(step)
         noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
         deadline = time.monotonic() + self.visible_s
-        while absent := [part for part in noted["parts"] if not (folder / _PARTS / f"{part}.json").exists()]:
+        while absent := [
+            part for part in noted["parts"] if not (folder / _PARTS / f"{part}.json").exists()
+        ]:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{', '.join(absent)} have written step {step}, which is not seen in {folder} after "
-                    f"{self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+                    f"{', '.join(absent)} have written step {step}, which is not seen in "
+                    f"{folder} after {self.visible_s:g} s: ckpt.path must be on storage that all "
+                    "nodes and the driver share"
                 )
             time.sleep(0.2)
 
     def complete(self, step: int) -> Manifest | None:
-        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not. It needs only
+        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if
+        not. It needs only
         files: whoever comes after a run that failed completes what had been written."""
         folder = self._incomplete(step)
         if not (folder / _PENDING).exists():
@@ -197,7 +231,9 @@ class CheckpointStore:
         receipts = [folder / _PARTS / f"{part}.json" for part in noted["parts"]]
         if not all(receipt.exists() for receipt in receipts):
             return None
-        written = [entry for receipt in receipts for entry in decode(receipt.read_bytes(), str(receipt))]
+        written = [
+            entry for receipt in receipts for entry in decode(receipt.read_bytes(), str(receipt))
+        ]
         files = tuple(FileEntry(**entry) for entry in (*noted["files"], *written))
         manifest = Manifest(step, files, noted["about"])
         path = self.commit(manifest)
@@ -210,7 +246,8 @@ class CheckpointStore:
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
-        """Completes what the ranks of a run that was stopped had fully written, and removes what is half-written."""
+        """Completes what the ranks of a run that was stopped had fully written, and removes what is
+        half-written."""
         self._check_own()
         for left in [*self.folder.glob(f"global_step*{_INCOMPLETE}")]:
             if self._completed(left):
@@ -225,15 +262,23 @@ class CheckpointStore:
             logger.warning("%s cannot be completed: %s", left, error)
             return False
         if manifest is not None:
-            logger.info("completed the checkpoint of step %d, whose files had all been written", manifest.step)
+            logger.info(
+                "completed the checkpoint of step %d, whose files had all been written",
+                manifest.step,
+            )
         return manifest is not None
 
     def rotate(self) -> None:
-        """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""
+        """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best;
+        likewise the HF ones."""
         self._check_own()
         protected = {step for step, _ in best_of(self.best())}
         complete = [p for p in self.checkpoints() if step_of(p) not in protected]
-        hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) not in protected]
+        hf = [
+            p
+            for p in self.folder.glob("global_step*_hf")
+            if _NAME.match(p.name) and step_of(p) not in protected
+        ]
         for old in (*complete[: -self.keep], *sorted(hf, key=step_of)[: -self.keep]):
             _delete(old)
         kept = complete[-self.keep :]
@@ -243,12 +288,15 @@ class CheckpointStore:
     def mark_best(self, content: Mapping[str, Any]) -> None:
         """``content``: what :func:`best_content` makes, or :meth:`best` has returned."""
         self._check_own()
-        write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(dict(content), indent=1).encode()])
+        write_file(
+            self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(dict(content), indent=1).encode()]
+        )
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
         fsync_folder(self.folder)
 
     def best(self) -> dict[str, Any] | None:
-        """Step, metric and value of the best checkpoint, and of those that are kept after it (``next``)."""
+        """Step, metric and value of the best checkpoint, and of those that are kept after it
+        (``next``)."""
         path = self.folder / BEST
         if not path.exists():
             return None
@@ -256,21 +304,30 @@ class CheckpointStore:
             return read_json(path, _BEST_KEYS, _BEST_MAYBE)
         except InputError as error:  # a run goes on saving; the next best one is marked anew
             aside = free_name(path.with_name(f"{BEST}.superseded"))
-            logger.warning("%s; it is moved to %s, and no checkpoint counts as the best any more", error, aside)
+            logger.warning(
+                "%s; it is moved to %s, and no checkpoint counts as the best any more", error, aside
+            )
             path.rename(aside)
             return None
 
     def recover_best(self, folder: Path) -> None:
-        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed. A
-        kill right after that leaves one that does not know of it; a later one that turned out to be damaged may have
-        been the best."""
+        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on,
+        was completed. A kill right after that leaves one that does not know of it; a later one that
+        turned out to be damaged may have been the best."""
         best = read_manifest(folder).about.get("best")
         if best is not None and best != self.best():
-            check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, _BEST_MAYBE, remedy="give another checkpoint")
+            check(
+                best,
+                f"{folder / MANIFEST}, best",
+                _BEST_KEYS,
+                _BEST_MAYBE,
+                remedy="give another checkpoint",
+            )
             self.mark_best(best)
 
     def set_aside_all(self) -> Path | None:
-        """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns where to."""
+        """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns
+        where to."""
         found = [*self.folder.glob("global_step*"), *self.folder.glob(BEST)]
         if not found:
             return None
@@ -291,7 +348,9 @@ def best_content(metric: str, kept: Sequence[tuple[int, float]]) -> dict[str, An
     return {"step": step, "metric": metric, "value": value, **more}
 
 
-def best_of(content: Mapping[str, Any] | None, metric: str | None = None) -> list[tuple[int, float]]:
+def best_of(
+    content: Mapping[str, Any] | None, metric: str | None = None
+) -> list[tuple[int, float]]:
     """The reverse of :func:`best_content`; empty if they were chosen by another ``metric``."""
     if content is None or metric not in (None, content["metric"]):
         return []
@@ -299,14 +358,17 @@ def best_of(content: Mapping[str, Any] | None, metric: str | None = None) -> lis
 
 
 def _delete(checkpoint: Path) -> None:
-    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts. A
-    network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved."""
+    """At no moment is there half a checkpoint under its name; what cannot be removed now is when
+    the next run starts. A network file system keeps files that a process has open (``.nfs*``): no
+    reason to end a run that has just saved."""
     doomed = checkpoint.with_name(f"{checkpoint.name}{_INCOMPLETE}")
     try:
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
     except OSError as error:
-        logger.warning("the old checkpoint %s could not be deleted and still takes room: %s", checkpoint, error)
+        logger.warning(
+            "the old checkpoint %s could not be deleted and still takes room: %s", checkpoint, error
+        )
 
 
 def step_of(path: Path) -> int:

@@ -1,9 +1,11 @@
-"""``openrlhf-ext chaos [RUN.yaml] --minutes N --seed S --output FOLDER [--section.name value ...]``: faults.
+"""``openrlhf-ext chaos [RUN.yaml] --minutes N --seed S --output FOLDER [--section.name value
+...]``: faults.
 
-Makes the run once, then again and again with faults that the seed draws, each in a phase of its own: processes that
-die, stop or run out of memory, full disks, damaged checkpoints, reward functions that misbehave, a network that is cut.
-What held is on the terminal and in FOLDER/chaos.json (docs/faults.md). Everything is written below FOLDER; without
-RUN.yaml the run is a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input, 130 if it was interrupted.
+Makes the run once, then again and again with faults that the seed draws, each in a phase of its
+own: processes that die, stop or run out of memory, full disks, damaged checkpoints, reward
+functions that misbehave, a network that is cut. What held is on the terminal and in
+FOLDER/chaos.json (docs/faults.md). Everything is written below FOLDER; without RUN.yaml the run is
+a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input, 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from openrlhf_ext.tools.chaos.toy import toy
 from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, summary
 from openrlhf_ext.tools.chaos.watch import PHASES, abilities
 
-_WRITES = ("ckpt.path", "ckpt.output_dir", "logger.metrics_path", "logger.figure_path", "logger.tensorboard_dir")
+_WRITES = (
+    "ckpt.path",
+    "ckpt.output_dir",
+    "logger.metrics_path",
+    "logger.figure_path",
+    "logger.tensorboard_dir",
+)
 _NEEDS = {"root": "root, for namespaces of its own", "netem": "root, and a kernel with netem"}
 
 
@@ -44,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = words.pop(0) if words and not words[0].startswith("-") else None
     asked, words = _parser().parse_known_args(words)
     if asked.list:
-        show("\n".join(aligned([(f.name, f.needs or "-", f.about) for f in FAULTS.values()], str.ljust)))
+        show(
+            "\n".join(
+                aligned([(f.name, f.needs or "-", f.about) for f in FAULTS.values()], str.ljust)
+            )
+        )
         return 0
     output, can, made = Path(asked.output).absolute(), abilities(), False
     try:
@@ -62,15 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     url = str(config.reward.remote_url)
-    command = partial(run_command, words, str(Path(url).absolute()) if url.endswith(".py") else None)
+    command = partial(
+        run_command, words, str(Path(url).absolute()) if url.endswith(".py") else None
+    )
     every = config.eval.steps if config.eval.dataset else -1
-    campaign = Campaign(command, output / "undisturbed", every, "root" in can, can_be_repeated(config))
+    campaign = Campaign(
+        command, output / "undisturbed", every, "root" in can, can_be_repeated(config)
+    )
     try:
         return make_all(campaign, names, asked.seed, 60.0 * asked.minutes, output)
     except KeyboardInterrupt:
         page = output / "chaos.json"
         if page.exists():
-            write_text(page, json.dumps({"interrupted": True, **json.loads(page.read_text())}, indent=1) + "\n")
+            write_text(
+                page,
+                json.dumps({"interrupted": True, **json.loads(page.read_text())}, indent=1) + "\n",
+            )
         found = f"what was found before: {page}" if page.exists() else "nothing was found yet"
         show(f"chaos: interrupted; {found}", file=sys.stderr)
         return 130
@@ -79,19 +98,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("chaos", __doc__.split("\n")[0], takes_run_options=True)
     add = parser.add_argument
-    add("--minutes", type=positive, default=10, metavar="N", help="no run begins after so many minutes (default: 10)")
-    add("--seed", type=at_least(0), default=0, metavar="S", help="draws faults and phases (default: 0)")
-    add("--output", default="runs/chaos", metavar="FOLDER", help="a new folder (default: runs/chaos)")
+    add(
+        "--minutes",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="no run begins after so many minutes (default: 10)",
+    )
+    add(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="S",
+        help="draws faults and phases (default: 0)",
+    )
+    add(
+        "--output",
+        default="runs/chaos",
+        metavar="FOLDER",
+        help="a new folder (default: runs/chaos)",
+    )
     add("--only", metavar="NAME,...", help="these faults; all that can happen here by default")
     add("--list", action="store_true", help="show all faults and what they need, and end")
     return parser
 
 
 def check_order(words: Sequence[str]) -> None:
-    """Raises Refused: RUN.yaml comes after options, where it would be taken for a value of the toy's last one."""
+    """Raises Refused: RUN.yaml comes after options, where it would be taken for a value of the
+    toy's last one."""
     for before, word in zip(["", *words], words, strict=False):
-        if word.endswith((".yaml", ".yml")) and not word.startswith("-") and not before.startswith("-"):
-            raise Refused(f"{word} must be one file, before all options: openrlhf-ext chaos {word} --minutes ...")
+        if (
+            word.endswith((".yaml", ".yml"))
+            and not word.startswith("-")
+            and not before.startswith("-")
+        ):
+            raise Refused(
+                f"{word} must be one file, before all options: openrlhf-ext chaos {word} "
+                "--minutes ..."
+            )
 
 
 def check_free(output: Path) -> None:
@@ -100,7 +144,9 @@ def check_free(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         inside = {path.name for path in output.iterdir()}
     except OSError as error:
-        raise Refused(f"--output {output} cannot be a folder of runs ({error.strerror}): name a new folder") from None
+        raise Refused(
+            f"--output {output} cannot be a folder of runs ({error.strerror}): name a new folder"
+        ) from None
     try:
         if LOCK in inside:
             FolderLock(output, take_over=False, remedy="name a new folder").close()
@@ -114,20 +160,28 @@ def check_outputs(config: RunConfig, output: Path) -> None:
     """Raises Refused: the run would write elsewhere than below ``output``."""
     for name in _WRITES:
         where = value_of(config, name)
-        if name in config.sources and where is not None and not Path(where).absolute().is_relative_to(output):
+        if (
+            name in config.sources
+            and where is not None
+            and not Path(where).absolute().is_relative_to(output)
+        ):
             said = f"{name} ({config.sources[name]}) is {where}, outside of --output {output}"
             raise Refused(f"{said}: leave it out, every run of chaos gets folders of its own")
     if config.logger.wandb.key:
-        raise Refused("logger.wandb.key sends the records of disturbed runs elsewhere: leave it out")
+        raise Refused(
+            "logger.wandb.key sends the records of disturbed runs elsewhere: leave it out"
+        )
 
 
 def parts_of(config: RunConfig) -> set[str]:
     """What faults may need and this run has."""
     has = {
-        "reward": str(config.reward.remote_url).endswith(".py"), "critic": config.has_critic,
-        "reward_model": config.has_reward_model, "frozen": config.reference_ranks > 0,
+        "reward": str(config.reward.remote_url).endswith(".py"),
+        "critic": config.has_critic,
+        "reward_model": config.has_reward_model,
+        "frozen": config.reference_ranks > 0,
         "engine_worker": config.vllm.tensor_parallel_size > 1,
-    }  # fmt: skip
+    }
     return {name for name, there in has.items() if there}
 
 
@@ -139,28 +193,40 @@ def can_be_repeated(config: RunConfig) -> bool:
 
 
 def chosen(available: set[str], only: str | None) -> list[str]:
-    """Names of faults, those of ``only`` or all that can happen. Raises Refused: one of them cannot."""
-    lacking = {name: fault.needs for name, fault in FAULTS.items() if fault.needs not in available | {""}}
+    """Names of faults, those of ``only`` or all that can happen. Raises Refused: one of them
+    cannot."""
+    lacking = {
+        name: fault.needs for name, fault in FAULTS.items() if fault.needs not in available | {""}
+    }
     if only is None:
         return sorted(FAULTS.keys() - lacking)
     names = [name.strip() for name in only.split(",") if name.strip()]
     if not names:
-        raise Refused("--only names no fault: give names with commas between them; --list shows all")
+        raise Refused(
+            "--only names no fault: give names with commas between them; --list shows all"
+        )
     for name in names:
         if name not in FAULTS:
-            raise Refused(f"--only: no fault {name!r}; {did_you_mean(name, FAULTS, '--list shows all')}")
+            raise Refused(
+                f"--only: no fault {name!r}; {did_you_mean(name, FAULTS, '--list shows all')}"
+            )
         if name in lacking:
             needs = _NEEDS.get(lacking[name], f"a run with {lacking[name]}")
             raise Refused(f"--only {name} needs {needs}, which is not here: leave it out")
     return sorted({*names})
 
 
-def make_all(campaign: Campaign, names: Sequence[str], seed: int, seconds: float, output: Path) -> int:
+def make_all(
+    campaign: Campaign, names: Sequence[str], seed: int, seconds: float, output: Path
+) -> int:
     """The undisturbed run, and disturbed ones for as many seconds; 0 if everything held, else 1."""
     began = time.monotonic()
     usual_s, wrong, steps = campaign.undisturb()
     campaign, trials = dataclasses.replace(campaign, seconds=usual_s), list[dict[str, Any]]()
-    show(f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} faults to draw from")
+    show(
+        f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} faults to draw "
+        "from"
+    )
     phases = [phase for phase in PHASES if phase != "evaluation" or campaign.evaluates_every > 0]
     while not wrong and (not trials or time.monotonic() - began < seconds):
         number = len(trials)

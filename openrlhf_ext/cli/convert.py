@@ -1,9 +1,11 @@
-"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and out;
+"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and
+out;
 ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its base.
 
---check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process per rank, on this
-machine), exports it again and compares bit for bit with the files, then compares log-probs with transformers. --merge
-writes a whole checkpoint, which transformers and vLLM load as any other.
+--check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process
+per rank, on this machine), exports it again and compares bit for bit with the files, then compares
+log-probs with transformers. --merge writes a whole checkpoint, which transformers and vLLM load as
+any other.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silen
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments or the model do not fit."""
+    """0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments or the
+    model do not fit."""
     silence_libraries()
     from openrlhf_ext.patches import apply
 
@@ -34,7 +37,10 @@ def _merge(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError, CheckpointError) as error:
         show(error, file=sys.stderr)
         return 2
-    show(f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the adapter in the weights")
+    show(
+        f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the "
+        "adapter in the weights"
+    )
     return 0
 
 
@@ -56,7 +62,9 @@ def _check(arguments: argparse.Namespace) -> int:
     )
 
     try:
-        ranks = arguments.pp * math.lcm(arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1))
+        ranks = arguments.pp * math.lcm(
+            arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1)
+        )
         cut = Megatron(
             tensor_parallel_size=arguments.tp,
             pipeline_parallel_size=arguments.pp,
@@ -75,10 +83,14 @@ def _check(arguments: argparse.Namespace) -> int:
         faults = [*divisible("--check", shape, _FLAGS.__getitem__, cut)]
         faults += beyond_window("--check", shape, "--tokens", arguments.tokens)
         original = shape.rotary.get("original_max_position_embeddings", arguments.tokens)
-        if shape.rotary["rope_type"] == "longrope" and original < arguments.tokens <= 2 * original + 1:
+        if (
+            shape.rotary["rope_type"] == "longrope"
+            and original < arguments.tokens <= 2 * original + 1
+        ):
             raise ValueError(
-                f"--tokens must be at most {original} or above {2 * original + 1} for longrope: sequences have between "
-                f"half of them and all, and transformers chooses the factors for each: got {arguments.tokens}"
+                f"--tokens must be at most {original} or above {2 * original + 1} for longrope: "
+                "sequences have between half of them and all, and transformers chooses the "
+                f"factors for each: got {arguments.tokens}"
             )
         if faults:
             raise ValueError("; ".join(fault.message for fault in faults))
@@ -91,16 +103,27 @@ def _check(arguments: argparse.Namespace) -> int:
     if problems:
         show(f"{arguments.check}: {describe(problems)}", file=sys.stderr)
         return 2
-    tolerance = LOGPROB_TOLERANCES[arguments.dtype] if arguments.tolerance is None else arguments.tolerance
+    tolerance = (
+        LOGPROB_TOLERANCES[arguments.dtype] if arguments.tolerance is None else arguments.tolerance
+    )
     settings = CheckSettings(
-        arguments.check, layout, arguments.dtype, arguments.sequences, arguments.tokens, tolerance, arguments.timeout_s
+        arguments.check,
+        layout,
+        arguments.dtype,
+        arguments.sequences,
+        arguments.tokens,
+        tolerance,
+        arguments.timeout_s,
     )
     try:
         report = check_conversion(settings)
     except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
         show(error, file=sys.stderr)
         if isinstance(error, ProcessExitedException) and error.signal_name == "SIGKILL":
-            show("a rank that is killed has usually run out of memory: try --dtype bf16", file=sys.stderr)
+            show(
+                "a rank that is killed has usually run out of memory: try --dtype bf16",
+                file=sys.stderr,
+            )
         return 1
     show(_text(report, settings))
     return 0 if report.passed(tolerance) else 1
@@ -118,28 +141,58 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser("convert", __doc__.split("\n\n")[1])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", metavar="PATH", help="folder of the Hugging Face checkpoint")
-    what.add_argument("--merge", metavar="ADAPTER", help="folder of a LoRA adapter (ckpt.output_dir of a run with "
-        "ds.lora.rank, or peft's), to be added to its base's weights")  # fmt: skip
+    what.add_argument(
+        "--merge",
+        metavar="ADAPTER",
+        help="folder of a LoRA adapter (ckpt.output_dir of a run with "
+        "ds.lora.rank, or peft's), to be added to its base's weights",
+    )
     parser.add_argument("--to", metavar="FOLDER", help="--merge: where the whole checkpoint goes")
-    parser.add_argument("--base", metavar="FOLDER", help="--merge: the base (default: the one that the adapter names)")
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="--merge: the base (default: the one that the adapter names)",
+    )
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
-    parser.add_argument("--ep", type=positive, default=1, help="ranks that experts are dealt over (default 1)")
-    parser.add_argument("--etp", type=positive, help="ranks that share an expert (default: with --ep 1, else --tp)")
-    parser.add_argument("--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)")
+    parser.add_argument(
+        "--ep", type=positive, default=1, help="ranks that experts are dealt over (default 1)"
+    )
+    parser.add_argument(
+        "--etp", type=positive, help="ranks that share an expert (default: with --ep 1, else --tp)"
+    )
+    parser.add_argument(
+        "--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)"
+    )
     for end in ("first", "last"):
         parser.add_argument(
-            f"--{end}_layers", type=positive, help=f"layers of the {end} stage (default: as many as the others)"
+            f"--{end}_layers",
+            type=positive,
+            help=f"layers of the {end} stage (default: as many as the others)",
         )
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)")
-    parser.add_argument("--sequences", type=positive, default=4, help="random sequences for the log-probs (default 4)")
-    parser.add_argument("--tokens", type=at_least(2), default=64, help="length of the longest, tokens (default 64)")
     parser.add_argument(
-        "--tolerance", type=float, default=None, help="mean log-prob difference, nats (default fp32 1e-4, bf16 0.1)"
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)"
     )
-    parser.add_argument("--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)")
+    parser.add_argument(
+        "--sequences",
+        type=positive,
+        default=4,
+        help="random sequences for the log-probs (default 4)",
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(2), default=64, help="length of the longest, tokens (default 64)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=None,
+        help="mean log-prob difference, nats (default fp32 1e-4, bf16 0.1)",
+    )
+    parser.add_argument(
+        "--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)"
+    )
     arguments = parser.parse_args(argv)
     if (arguments.merge is None) != (arguments.to is None):
         parser.error("--merge ADAPTER and --to FOLDER belong together")
@@ -149,7 +202,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _text(report, settings) -> str:
     shown = {"different": report.different, "not exported": report.missing}
     lists = [f"  {what}: {', '.join(names)}" for what, names in shown.items() if names]
-    bits = "differ from the files" if lists else f"bit for bit those of the files (as {settings.dtype})"
+    bits = (
+        "differ from the files"
+        if lists
+        else f"bit for bit those of the files (as {settings.dtype})"
+    )
     gap = report.mean_logprob_difference
     within = "within" if gap <= settings.tolerance else "ABOVE"
     lines = [
@@ -157,8 +214,11 @@ def _text(report, settings) -> str:
         *lists,
         f"log-probs against transformers: mean difference {gap:.2e} nats, {within} the tolerance "
         f"{settings.tolerance:g}; largest {report.max_logprob_difference:.2e}",
-        "seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
-        "the checkpoint goes in and out unchanged" if report.passed(settings.tolerance) else "CHECK FAILED",
+        "seconds: "
+        + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
+        "the checkpoint goes in and out unchanged"
+        if report.passed(settings.tolerance)
+        else "CHECK FAILED",
     ]
     return "\n".join(lines)
 

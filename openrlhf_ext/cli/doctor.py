@@ -1,10 +1,12 @@
 """Says whether this machine and environment can run openrlhf_ext: `openrlhf-ext doctor [--json]`.
 
-With `--cluster [options of the training command]` it looks at every node of the Ray cluster that RAY_ADDRESS names.
+With `--cluster [options of the training command]` it looks at every node of the Ray cluster that
+RAY_ADDRESS names.
 
-The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu` elsewhere. Exit status 1 if
-something that is needed is missing or has another version, if a package that breaks the stack is present, or if a patch
-refuses to apply; 0 otherwise. Imports torch and no other package of the stack, so it takes a few seconds.
+The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu`
+elsewhere. Exit status 1 if something that is needed is missing or has another version, if a package
+that breaks the stack is present, or if a patch refuses to apply; 0 otherwise. Imports torch and no
+other package of the stack, so it takes a few seconds.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ from openrlhf_ext.inputs import shipped
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
-from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
+from openrlhf_ext.patches.environment import (
+    has_cuda,
+    has_module,
+    has_nvidia_apex,
+    has_transformer_engine,
+)
 
-# ---- a machine with GPUs: driver, cuDNN, compiler, and if TransformerEngine fits torch ------------------------------
+# ---- a machine with GPUs: driver, cuDNN, compiler, and if TransformerEngine fits torch
+# ------------------------------
 
 OLDEST_CUDNN = (9, 18)
 """Older ones give NaN in the backward pass of packed sequences with context parallelism on Hopper
@@ -59,9 +67,11 @@ class GpuHost:
         compiler: path of gcc, which Triton calls at run time.
         python_header: path of Python.h, which Triton compiles against.
         transformer_engine: versions of its distributions that are installed, by name.
-        engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
+        engine_error: why TransformerEngine cannot be imported; None: it can, or it is not
+        installed.
         ptrace_scope: Yama's, see `rollout.sync.cuda_ipc`.
-        sharded_rdt: what vLLM's sharded weight transfer lacks, which is not used here (docs/weight_sync.md).
+        sharded_rdt: what vLLM's sharded weight transfer lacks, which is not used here
+        (docs/weight_sync.md).
         numa: nodes of the GPUs, on which states in host memory are kept (ds.adam_offload).
     """
 
@@ -81,37 +91,56 @@ class GpuHost:
     def rows(self) -> list[tuple[str, str]]:
         engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
         return [
-            ("CUDA of torch", self.cuda), ("driver", self.driver or "unknown"),
-            ("cuDNN", f"{'.'.join(map(str, self.cudnn))} ({', '.join(self.cudnn_libraries) or 'not found as a file'})"),
-            ("gcc", self.compiler or "absent"), ("Python.h", self.python_header or "absent"),
-            ("TransformerEngine", engine or "absent"), ("ptrace_scope", str(self.ptrace_scope)),
-            ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"), ("NUMA nodes", self.numa),
-        ]  # fmt: skip
+            ("CUDA of torch", self.cuda),
+            ("driver", self.driver or "unknown"),
+            (
+                "cuDNN",
+                f"{'.'.join(map(str, self.cudnn))} "
+                f"({', '.join(self.cudnn_libraries) or 'not found as a file'})",
+            ),
+            ("gcc", self.compiler or "absent"),
+            ("Python.h", self.python_header or "absent"),
+            ("TransformerEngine", engine or "absent"),
+            ("ptrace_scope", str(self.ptrace_scope)),
+            ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"),
+            ("NUMA nodes", self.numa),
+        ]
 
     def problems(self) -> Iterator[str]:
         """One sentence for each thing that would crash, lie or crawl."""
         cuda_major = int(self.cuda.split(".")[0])
         oldest = OLDEST_DRIVER.get(cuda_major)
         if self.driver is None:
-            yield "nvidia-smi does not tell the driver's version: the driver is not installed as it should be"
+            yield (
+                "nvidia-smi does not tell the driver's version: the driver is not installed as "
+                "it should be"
+            )
         elif oldest is not None and int(self.driver.split(".")[0]) < oldest:
             yield f"the driver is {self.driver}, torch's CUDA {self.cuda} needs {oldest} or newer"
         if self.cudnn[:2] < OLDEST_CUDNN:
-            yield (f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, {'.'.join(map(str, OLDEST_CUDNN))} or newer is "
-                "needed: older ones give NaN with packed sequences and context parallelism on Hopper")  # fmt: skip
+            yield (
+                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, "
+                f"{'.'.join(map(str, OLDEST_CUDNN))} or newer is needed: older ones give NaN "
+                "with packed sequences and context parallelism on Hopper"
+            )
         if len(self.cudnn_libraries) > 1:
-            yield (f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
-                "a process may load another than torch's: unset CUDNN_HOME, and take the others' folders out of "
-                "LD_LIBRARY_PATH")  # fmt: skip
+            yield (
+                f"there are {len(self.cudnn_libraries)} cuDNNs "
+                f"({', '.join(self.cudnn_libraries)}) and a process may load another than "
+                "torch's: unset CUDNN_HOME, and take the others' folders out of LD_LIBRARY_PATH"
+            )
         if self.compiler is None:
             yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
         if self.python_header is None:
             where = sysconfig.get_path("include")
             yield f"Python.h is missing ({where}), Triton compiles against it: install python3-dev"
         if self.ptrace_scope > 1:  # with 1 the policy allows it
-            yield (f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
-                "engines on the same GPUs (train.colocate_all), is refused; run sysctl kernel.yama.ptrace_scope=1, or "
-                "use --vllm.sync_backend gloo there")  # fmt: skip
+            yield (
+                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy "
+                "hands its weights to engines on the same GPUs (train.colocate_all), is "
+                "refused; run sysctl kernel.yama.ptrace_scope=1, or use --vllm.sync_backend "
+                "gloo there"
+            )
         yield from self._engine_problems(cuda_major)
 
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
@@ -120,18 +149,25 @@ class GpuHost:
         wanted = f"transformer-engine-cu{cuda_major}"
         if found and cores != [wanted]:
             yield (
-                f"TransformerEngine's core must be {wanted} alone, as torch's CUDA is {self.cuda}: found "
-                f"{', '.join(cores) or 'none'}; uninstall the others (uv installs cu12 beside cu13, pip does not)"
+                f"TransformerEngine's core must be {wanted} alone, as torch's CUDA is "
+                f"{self.cuda}: found {', '.join(cores) or 'none'}; uninstall the others (uv "
+                "installs cu12 beside cu13, pip does not)"
             )
         if found and "transformer-engine-torch" not in found:
             yield "transformer-engine-torch is missing: TransformerEngine cannot be used without it"
         if len(set(found.values())) > 1:
             described = ", ".join(f"{name} {version}" for name, version in found.items())
-            yield f"the parts of TransformerEngine must be of one version, it refuses others: {described}"
+            yield (
+                "the parts of TransformerEngine must be of one version, it refuses others: "
+                f"{described}"
+            )
         if self.engine_error is not None:
-            yield (f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about "
-                "it: its torch extension must be compiled against the torch that is installed; remove "
-                ".setup/transformer_engine in the environment and run the set-up again")  # fmt: skip
+            yield (
+                f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would "
+                "be silent about it: its torch extension must be compiled against the torch "
+                "that is installed; remove .setup/transformer_engine in the environment and run "
+                "the set-up again"
+            )
 
 
 def examine_gpu_host() -> GpuHost:
@@ -141,30 +177,50 @@ def examine_gpu_host() -> GpuHost:
     from openrlhf_ext.rollout.sync.cuda_ipc import ptrace_scope
 
     number = torch.backends.cudnn.version() or 0
-    names = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+    names = (
+        "transformer-engine",
+        "transformer-engine-torch",
+        "transformer-engine-cu12",
+        "transformer-engine-cu13",
+    )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     engine = {name: version for name in names if (version := installed_version(name)) is not None}
     return GpuHost(
-        cuda=torch.version.cuda or "0", driver=_driver(), cudnn=(number // 10000, number // 100 % 100, number % 100),
-        cudnn_libraries=tuple(sorted(_cudnn_libraries())), compiler=shutil.which("gcc"),
-        python_header=str(header) if header.is_file() else None, transformer_engine=engine,
-        engine_error=_engine_error() if engine else None, ptrace_scope=ptrace_scope(),
-        sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")), numa=_numa_nodes(),
-    )  # fmt: skip
+        cuda=torch.version.cuda or "0",
+        driver=_driver(),
+        cudnn=(number // 10000, number // 100 % 100, number % 100),
+        cudnn_libraries=tuple(sorted(_cudnn_libraries())),
+        compiler=shutil.which("gcc"),
+        python_header=str(header) if header.is_file() else None,
+        transformer_engine=engine,
+        engine_error=_engine_error() if engine else None,
+        ptrace_scope=ptrace_scope(),
+        sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")),
+        numa=_numa_nodes(),
+    )
 
 
 def _numa_nodes() -> str:
     from openrlhf_ext.megatron.step.numa import gpu_addresses, node_of
 
     found = [(address, node_of(address)) for address in gpu_addresses().values()]
-    said = [f"GPU {address} on node {node[0]} ({len(node[1])} cores)" for address, node in found if node is not None]
+    said = [
+        f"GPU {address} on node {node[0]} ({len(node[1])} cores)"
+        for address, node in found
+        if node is not None
+    ]
     return ", ".join(said) or "one, or not told by /sys"
 
 
 def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
-    """By the installed versions; vllm 0.32.0 distributed/weight_transfer/sharded_rdt_common.py:50."""
+    """By the installed versions; vllm 0.32.0
+    distributed/weight_transfer/sharded_rdt_common.py:50."""
     version = tuple(int(part) for part in re.findall(r"\d+", ray or "")[:2])
-    lacking = [] if version >= _RAY_OF_RDT else [f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}"]
+    lacking = (
+        []
+        if version >= _RAY_OF_RDT
+        else [f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}"]
+    )
     lacking += [] if nixl else ["it needs nixl, which is absent"]
     return "; ".join(lacking) or "its packages are there"
 
@@ -175,26 +231,40 @@ def _driver() -> str | None:
 
 
 def _cudnn_libraries() -> set[str]:
-    """Torch's own, and those whose libcudnn.so comes before it: for TransformerEngine CUDNN_HOME, which a run sets to
-    torch's unless it is set (``megatron.settings.training_environment``), for torch LD_LIBRARY_PATH. The system's own,
-    where the loader looks last, is not among them: with ``patches/transformer_engine_cudnn.py`` nothing takes it."""
+    """Torch's own, and those whose libcudnn.so comes before it: for TransformerEngine CUDNN_HOME,
+    which a run sets to torch's unless it is set (``megatron.settings.training_environment``), for
+    torch LD_LIBRARY_PATH. The system's own, where the loader looks last, is not among them: with
+    ``patches/transformer_engine_cudnn.py`` nothing takes it."""
     home = os.environ.get("CUDNN_HOME")
     patterns = [f"{home}/**/libcudnn.so*"] if home else []
-    patterns += [f"{folder}/libcudnn.so*" for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    patterns += [
+        f"{folder}/libcudnn.so*"
+        for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        if folder
+    ]
     if (spec := find_spec("nvidia")) is not None:
         patterns += [f"{root}/*/lib/libcudnn.so*" for root in spec.submodule_search_locations or ()]
-    found = [file for pattern in patterns for file in glob.glob(pattern, recursive=True) if "stub" not in file]
+    found = [
+        file
+        for pattern in patterns
+        for file in glob.glob(pattern, recursive=True)
+        if "stub" not in file
+    ]
     return {str(Path(file).resolve()) for file in found}
 
 
 def _engine_error() -> str | None:
-    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good.
+    """What an import of TransformerEngine says, in a process of its own: it loads libraries for
+    good.
 
-    The patches and torch come first, as in a run: alone, it takes nvrtc and curand of a toolkit that it finds, and
-    then does not look for cuBLAS and cudart, which torch has loaded in a run (TransformerEngine 2.11
-    common/__init__.py:374).
+    The patches and torch come first, as in a run: alone, it takes nvrtc and curand of a toolkit
+    that it finds, and then does not look for cuBLAS and cudart, which torch has loaded in a run
+    (TransformerEngine 2.11 common/__init__.py:374).
     """
-    program = "from openrlhf_ext import patches; patches.apply(); import torch, transformer_engine.pytorch"
+    program = (
+        "from openrlhf_ext import patches; patches.apply(); import torch, "
+        "transformer_engine.pytorch"
+    )
     command = [sys.executable, "-c", program]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -207,24 +277,29 @@ def _engine_error() -> str | None:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-# ---- the doctor -----------------------------------------------------------------------------------------------------
+# ---- the doctor
+# --------------------------------------------------------------------------------------------------
 
 DISTRIBUTION = "openrlhf_ext"
 MINIMUM_PYTHON = (3, 11)
 GIB = 2**30
-_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"  # apex's: products that add to fp32 gradients in place
+# apex's: products that add to fp32 gradients in place
+_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 # name -> why it must be absent where there is no CUDA device
 BREAKS_CPU_STACK = {
     "torchvision": "its CUDA build breaks `from vllm import LLM`",
-    "torchaudio": "its CUDA build breaks `from vllm import LLM`", "torchcodec": "it needs torchvision's libraries",
+    "torchaudio": "its CUDA build breaks `from vllm import LLM`",
+    "torchcodec": "it needs torchvision's libraries",
     "transformer-engine": "it breaks the import of megatron.core",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -246,7 +321,8 @@ class KernelCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings; `problems` has one sentence for each thing that keeps the stack from running."""
+    """All findings; `problems` has one sentence for each thing that keeps the stack from
+    running."""
 
     machine: dict[str, str]
     extra: str
@@ -261,26 +337,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
     parser = CommandParser("doctor", __doc__.splitlines()[0], takes_run_options=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--cluster", action="store_true", help="look at all nodes of the Ray cluster RAY_ADDRESS; "
-        "options of the training command (--config FILE ...) say what the run needs there")  # fmt: skip
-    parser.add_argument("--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these")
-    parser.add_argument("--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)")
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="look at all nodes of the Ray cluster RAY_ADDRESS; "
+        "options of the training command (--config FILE ...) say what the run needs there",
+    )
+    parser.add_argument(
+        "--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these"
+    )
+    parser.add_argument(
+        "--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)"
+    )
     arguments, training = parser.parse_known_args(argv)
     if arguments.cluster:
         return examine_cluster(arguments, training)
     if training:
-        parser.error(f"unrecognized arguments: {' '.join(training)}; options of a run need --cluster")
+        parser.error(
+            f"unrecognized arguments: {' '.join(training)}; options of a run need --cluster"
+        )
     report = examine()
     print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else render(report))
     return 1 if report.problems else 0
 
 
 def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
-    """The same of a cluster, for the run that the options of a training command describe; 2 if these are wrong."""
+    """The same of a cluster, for the run that the options of a training command describe; 2 if
+    these are wrong."""
     from openrlhf_ext.cli import doctor_cluster
     from openrlhf_ext.config import ConfigError, load_config
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
     # ray.init's tip about accelerators (ray 2.60.0 _private/worker.py:1390)
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     if not (address := os.environ.get("RAY_ADDRESS")):
@@ -292,7 +381,9 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     packages = [name for name, _ in pinned_packages("gpu" if has_cuda() else "cpu")]
-    report = doctor_cluster.examine_cluster(address, packages, config, arguments.wait_for, arguments.wait_s)
+    report = doctor_cluster.examine_cluster(
+        address, packages, config, arguments.wait_for, arguments.wait_s
+    )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
@@ -301,7 +392,10 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
 
 
 def _render_cluster(findings: Sequence[Any], table: Sequence[tuple[str, ...]]) -> str:
-    lines = [f"{found.severity}: {found.node}: {found.text}\n    remedy: {found.remedy}" for found in findings]
+    lines = [
+        f"{found.severity}: {found.node}: {found.text}\n    remedy: {found.remedy}"
+        for found in findings
+    ]
     return "\n".join([_section("Nodes", table), "", *(lines or ["Everything needed is there."])])
 
 
@@ -313,26 +407,33 @@ def examine() -> Report:
     statuses = status() if torch_present else []
     gpu_host = examine_gpu_host() if cuda else None
     return Report(
-        machine=describe_machine(), extra=extra, packages=packages, kernels=check_kernels(cuda), patches=statuses,
+        machine=describe_machine(),
+        extra=extra,
+        packages=packages,
+        kernels=check_kernels(cuda),
+        patches=statuses,
         problems=[
             *package_problems(packages),
             *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
         ],
         gpu_host=gpu_host,
-    )  # fmt: skip
+    )
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- checks
+# --------------------------------------------------------------------------------------------------
 
 
 def describe_machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "python": f"{platform.python_version()} ({sys.executable})", "platform": platform.platform(),
-        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}", "memory": f"{memory / GIB:.1f} GiB",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{memory / GIB:.1f} GiB",
         "disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB free at {Path.cwd()}",
-    }  # fmt: skip
+    }
 
 
 def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
@@ -341,7 +442,9 @@ def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
     except importlib.metadata.PackageNotFoundError:
         requirements = []
     for requirement in requirements:
-        match = re.fullmatch(r"([\w.-]+)(?:\[[^]]*])?==([^;\s]+)\s*; extra == ['\"](\w+)['\"]", requirement)
+        match = re.fullmatch(
+            r"([\w.-]+)(?:\[[^]]*])?==([^;\s]+)\s*; extra == ['\"](\w+)['\"]", requirement
+        )
         if match and match[3] == extra:
             yield match[1], match[2]
 
@@ -349,32 +452,50 @@ def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
 def check_package(name: str, wanted: str) -> PackageCheck:
     """Compare versions; the build tag of the installed one ("+cpu") does not count."""
     installed = installed_version(name)
-    return PackageCheck(name, wanted, installed, ok=installed is not None and installed.partition("+")[0] == wanted)
+    return PackageCheck(
+        name, wanted, installed, ok=installed is not None and installed.partition("+")[0] == wanted
+    )
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
     engine, gradients = has_transformer_engine(), has_module(_WEIGHT_GRADIENTS)
-    others = "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
+    others = (
+        "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
+    )
     without_apex = others if has_module("apex") else "torch's optimizers"
-    added = "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
+    added = (
+        "TransformerEngine's layers add them to main_grad themselves"
+        if engine
+        else "torch adds them"
+    )
     return [
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
         _kernel("TransformerEngine", engine, "transformer-engine", "torch layers, no FP8"),
-        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else without_apex),
+        KernelCheck(
+            "NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else without_apex
+        ),
         KernelCheck("apex weight gradients", gradients, _WEIGHT_GRADIENTS if gradients else added),
         _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
     ]
 
 
 def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> KernelCheck:
-    return KernelCheck(name, available, installed_version(distribution) or "" if available else stand_in)
+    return KernelCheck(
+        name, available, installed_version(distribution) or "" if available else stand_in
+    )
 
 
 def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
-        yield f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {platform.python_version()}"
+        yield (
+            f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is "
+            f"{platform.python_version()}"
+        )
     if not packages:
-        yield f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install --no-deps -e ."
+        yield (
+            f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install "
+            "--no-deps -e ."
+        )
     for package in packages:
         if package.installed is None:
             yield f"{package.name} is missing, {package.wanted} is needed"
@@ -388,16 +509,24 @@ def conflict_problems() -> Iterator[str]:
             yield f"{name} is installed and must be removed on a machine without CUDA: {reason}"
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def render(report: Report) -> str:
-    packages = [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in report.packages]
+    packages = [
+        (p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in report.packages
+    ]
     sections = [
         _section("Machine", list(report.machine.items())),
-        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", ""), *packages]),
+        _section(
+            f"Packages (extra {report.extra})", [("package", "wanted", "installed", ""), *packages]
+        ),
         *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
-        _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
+        _section(
+            "Fused kernels",
+            [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels],
+        ),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
         _verdict(report),
     ]

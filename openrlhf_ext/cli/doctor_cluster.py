@@ -1,7 +1,9 @@
-"""The nodes of a Ray cluster, before a run starts on them: what `openrlhf-ext doctor --cluster` looks at.
+"""The nodes of a Ray cluster, before a run starts on them: what `openrlhf-ext doctor --cluster`
+looks at.
 
-A task on each node looks at it and answers; everything that a node must have in common with the others is compared with
-this process, which is where the driver will be. What a start says by itself is not repeated here.
+A task on each node looks at it and answers; everything that a node must have in common with the
+others is compared with this process, which is where the driver will be. What a start says by itself
+is not repeated here.
 """
 
 from __future__ import annotations
@@ -44,21 +46,46 @@ GIB = 2**30
 _POLL_S = 2.0
 _SAY_S = 15.0  # between two lines about nodes that are missing
 _CONNECT_S = 5.0
-_ANSWER_S = 180.0  # a node's first answer: it imports torch, perhaps from shared storage that it has not read before
+# a node's first answer: it imports torch, perhaps from shared storage that it has not read before
+_ANSWER_S = 180.0
 _LIMITS: tuple[tuple[str, int, Literal["error", "warning"], str, str], ...] = (
-    ("open_files", 4096, "error", "a process may open {} files", "ulimit -n 65536 before Ray starts"),
-    ("processes", 8192, "warning", "a user may have {} processes", "ulimit -u 65536 before Ray starts"),
-    ("shm_gib", 1, "warning", "/dev/shm has {} GiB: Ray keeps objects in files, and weights go by messages",
-        "docker: --shm-size; else remount /dev/shm with more"),
-    ("tmp_free_gib", 5, "warning", "/tmp has {} GiB free, where Ray keeps logs and what its store cannot hold",
-        "free some, or name another folder: RAY_TMPDIR"),
+    (
+        "open_files",
+        4096,
+        "error",
+        "a process may open {} files",
+        "ulimit -n 65536 before Ray starts",
+    ),
+    (
+        "processes",
+        8192,
+        "warning",
+        "a user may have {} processes",
+        "ulimit -u 65536 before Ray starts",
+    ),
+    (
+        "shm_gib",
+        1,
+        "warning",
+        "/dev/shm has {} GiB: Ray keeps objects in files, and weights go by messages",
+        "docker: --shm-size; else remount /dev/shm with more",
+    ),
+    (
+        "tmp_free_gib",
+        5,
+        "warning",
+        "/tmp has {} GiB free, where Ray keeps logs and what its store cannot hold",
+        "free some, or name another folder: RAY_TMPDIR",
+    ),
 )
-"""Of a node: what `look` calls it, the least, severity, text and remedy of less; negative: without a limit."""
+"""Of a node: what `look` calls it, the least, severity, text and remedy of less; negative: without
+a limit."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What keeps a run from working (error) or makes it worse (warning); ``node``: its label, "cluster" for all."""
+    """What keeps a run from working (error) or makes it worse (warning); ``node``: its label,
+    "cluster" for all."""
 
     severity: Literal["error", "warning"]
     node: str
@@ -85,7 +112,10 @@ class ClusterReport:
 
     def keep(self, answers: Mapping[str, dict[str, Any] | Exception]) -> None:
         """By node: what ``look`` found there, or why there is no answer, which is an error."""
-        remedy = "it needs the same checkout and environment under the same path, and all ports of the other nodes"
+        remedy = (
+            "it needs the same checkout and environment under the same path, and all ports of the "
+            "other nodes"
+        )
         for node, answer in answers.items():
             if isinstance(answer, Exception):
                 *_, said = ["", *str(answer).strip().splitlines()]
@@ -95,7 +125,11 @@ class ClusterReport:
 
 
 def examine_cluster(
-    address: str, packages: Sequence[str], config: RunConfig | None, wait_for: Sequence[str], wait_s: float
+    address: str,
+    packages: Sequence[str],
+    config: RunConfig | None,
+    wait_for: Sequence[str],
+    wait_s: float,
 ) -> ClusterReport:
     """Looks at every node of a Ray cluster, of which this machine is one.
 
@@ -111,7 +145,10 @@ def examine_cluster(
         report.error("cluster", str(error), "docs/operating.md says how a node gets it")
         return report
     if missing is not None:
-        remedy = "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in RUN_FOLDER/logs/NODE.log"
+        remedy = (
+            "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in "
+            "RUN_FOLDER/logs/NODE.log"
+        )
         report.error("cluster", missing, remedy)
         return report
     check_access(address, report)
@@ -126,12 +163,18 @@ def examine_cluster(
 
 def check_access(address: str, report: ClusterReport) -> None:
     if not asks_for_token(address, _CONNECT_S):
-        text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
-        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
+        text = (
+            "Ray asks nobody for a token: whoever reaches its ports runs code as its user on "
+            "every node"
+        )
+        report.warn(
+            "cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md"
+        )
 
 
 def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
-    """Adds to the findings what is wrong with a node, or other there than here; ``own``: ``look`` of this machine."""
+    """Adds to the findings what is wrong with a node, or other there than here; ``own``: ``look``
+    of this machine."""
     for node, seen in report.nodes.items():
         for check in (_check_software, _check_paths, _check_machine):
             check(node, seen, own, report)
@@ -146,7 +189,8 @@ def _files_of(config: RunConfig | None) -> list[str]:
     return [path for path in found if path and os.path.exists(path)]
 
 
-# ---- waiting -------------------------------------------------------------------------------------------------------
+# ---- waiting
+# --------------------------------------------------------------------------------------------------
 
 
 def _wait_for_nodes(address: str, names: Sequence[str], wait_s: float) -> str | None:
@@ -184,20 +228,26 @@ def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
     there = {node["NodeName"] for node in living_nodes()}
     missing = [name for name in names if name not in there]
     if missing:
-        return f"{len(names) - len(missing)} of {len(names)} nodes", f"; missing: {', '.join(missing)}"
+        return (
+            f"{len(names) - len(missing)} of {len(names)} nodes",
+            f"; missing: {', '.join(missing)}",
+        )
     return None
 
 
-# ---- on a node ---------------------------------------------------------------------------------------------------
+# ---- on a node
+# --------------------------------------------------------------------------------------------------
 
 
 def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = shutil.disk_usage("/dev/shm")
     return {
-        "gpus": count_gpus(), "cores": len(os.sched_getaffinity(0)),
+        "gpus": count_gpus(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "shm_gib": round(shm.total / GIB, 1), "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
+        "shm_gib": round(shm.total / GIB, 1),
+        "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "locked_memory": "unlimited" if memory == resource.RLIM_INFINITY else memory,
@@ -210,7 +260,7 @@ def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) ->
         "refused": [patch.reason for patch in status() if patch.state == "refused"],
         "files": {path: _fingerprint(Path(path)) for path in read},
         "shared": {folder: _see(Path(folder), token) for folder, token in tokens.items()},
-    }  # fmt: skip
+    }
 
 
 def _code_digest() -> str:
@@ -222,9 +272,12 @@ def _code_digest() -> str:
 
 
 def _fingerprint(path: Path) -> list | None:
-    """Names and bytes of a file, or of the files in a folder; None: it is not there, or cannot be read."""
+    """Names and bytes of a file, or of the files in a folder; None: it is not there, or cannot be
+    read."""
     try:
-        files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+        files = (
+            [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+        )
         if not all(os.access(file, os.R_OK) for file in files):
             return None
         return [[file.name, file.stat().st_size] for file in files]
@@ -255,44 +308,72 @@ def _tokens(config: RunConfig | None, report: ClusterReport) -> Iterator[dict[st
                 file = files.enter_context(NamedTemporaryFile(dir=folder, prefix=".doctor-"))
                 names[folder] = Path(file.name).name
             except OSError as error:
-                report.error("driver", f"{folder} cannot be written: {error}", "name a folder on shared storage")
+                report.error(
+                    "driver",
+                    f"{folder} cannot be written: {error}",
+                    "name a folder on shared storage",
+                )
         yield names
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------------
+# ---- comparing
+# --------------------------------------------------------------------------------------------------
 
 
-def _check_software(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+def _check_software(
+    node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport
+) -> None:
     for name, version in seen["versions"].items():
         if version != own["versions"][name]:
-            text = f"{name} is {version or 'missing'}, the driver has {own['versions'][name] or 'none'}"
-            report.error(node, text, "all nodes need one checkout and environment: setup_env.sh, on shared storage")
+            text = (
+                f"{name} is {version or 'missing'}, the driver has "
+                f"{own['versions'][name] or 'none'}"
+            )
+            report.error(
+                node,
+                text,
+                "all nodes need one checkout and environment: setup_env.sh, on shared storage",
+            )
     if seen["patches"] != own["patches"]:
         text = f"patches are {seen['patches']}, the driver's {own['patches']}"
         report.error(node, text, "all nodes must have GPUs, or none, and the same environment")
     for reason in seen["refused"]:
-        report.error(node, reason, "bash examples/scripts/setup_env.sh installs the versions that patches know")
+        report.error(
+            node,
+            reason,
+            "bash examples/scripts/setup_env.sh installs the versions that patches know",
+        )
 
 
-def _check_paths(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+def _check_paths(
+    node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport
+) -> None:
     remedy = "put it on storage that all nodes see under the same name"
     for path, files in seen["files"].items():
         if files is None:
             report.error(node, f"{path} is not there, or cannot be read", remedy)
         elif files != own["files"][path]:
-            report.error(node, f"{path} does not hold the files that the driver sees, or not in their sizes", remedy)
+            report.error(
+                node,
+                f"{path} does not hold the files that the driver sees, or not in their sizes",
+                remedy,
+            )
     for folder, problem in seen["shared"].items():
         if problem:
             report.error(node, f"{folder} {problem}", remedy)
 
 
-def _check_machine(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+def _check_machine(
+    node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport
+) -> None:
     for name, least, severity, text, remedy in _LIMITS:
         if 0 <= seen[name] < least:
             report.findings.append(Finding(severity, node, text.format(seen[name]), remedy))
     if seen["gpus"] and seen["locked_memory"] != "unlimited":
         text = f"a process may lock {seen['locked_memory']} bytes of memory, which RDMA needs"
-        report.warn(node, text, "ulimit -l unlimited before Ray starts (docker: --ulimit memlock=-1)")
+        report.warn(
+            node, text, "ulimit -l unlimited before Ray starts (docker: --ulimit memlock=-1)"
+        )
 
 
 def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
@@ -302,28 +383,45 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
     for node, seen in report.nodes.items():
         if seen["gpus"] and seen["gpus"] < counted.get(node, 0):
             text = f"Ray counts {counted[node]:g} GPUs, torch can use {seen['gpus']}"
-            report.error(node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi")
+            report.error(
+                node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi"
+            )
     if config is None:
         return
     needed, there = config.gpus if with_gpus else config.training_gpus, sum(counted.values())
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
-        report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")
+        report.error(
+            "cluster",
+            text,
+            "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)",
+        )
     cpus = config.training_ranks + (0 if config.engines_share_gpus else config.engine_workers)
     cpus_there = sum(node["Resources"].get("CPU", 0) for node in living_nodes())
     if cpus > cpus_there:
-        text = f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, Ray counts {cpus_there:g}"
+        text = (
+            f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, Ray "
+            f"counts {cpus_there:g}"
+        )
         report.error("cluster", text, "ray start --num-cpus; Ray does not check that they exist")
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+# ---- text
+# --------------------------------------------------------------------------------------------------
 
 _COLUMNS = {
-    "gpus": "GPUs", "cores": "cores", "memory_gib": "memory GiB", "shm_gib": "shm GiB", "tmp_free_gib": "/tmp free GiB",
+    "gpus": "GPUs",
+    "cores": "cores",
+    "memory_gib": "memory GiB",
+    "shm_gib": "shm GiB",
+    "tmp_free_gib": "/tmp free GiB",
     "open_files": "open files",
-}  # fmt: skip
+}
 
 
 def table(report: ClusterReport) -> list[tuple[str, ...]]:
-    rows = [(node, *(str(seen.get(key, "-")) for key in _COLUMNS)) for node, seen in report.nodes.items()]
+    rows = [
+        (node, *(str(seen.get(key, "-")) for key in _COLUMNS))
+        for node, seen in report.nodes.items()
+    ]
     return [("node", *_COLUMNS.values()), *rows]

@@ -5,7 +5,8 @@
     openrlhf-ext evaluate --model CHECKPOINT --data heldout.jsonl --reward reward.py --limit 200
     openrlhf-ext evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
-docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement (``--expect_accuracy``,
+docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement
+(``--expect_accuracy``,
 ``--min_gain``) is not met; 2 if something given is wrong, or the evaluation could not go on.
 """
 
@@ -33,7 +34,13 @@ from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import RolloutError
 from openrlhf_ext.tools.evaluate.problems import Store
 from openrlhf_ext.tools.evaluate.request import Request, load_request
-from openrlhf_ext.tools.evaluate.result import EvaluationResult, difference_in_errors, examples, notes, tables
+from openrlhf_ext.tools.evaluate.result import (
+    EvaluationResult,
+    difference_in_errors,
+    examples,
+    notes,
+    tables,
+)
 
 _ALLOWED_ERRORS = 3.0
 
@@ -49,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _finish(request, _results(request))
     except (ValueError, OSError, RewardFailureLimit, RewardImportError, RolloutError) as error:
         # what grades for a run, too, names the run's options
-        text = str(error).replace("--reward.max_failures", "--max_failures").replace("--reward.remote_url", "--reward")
+        text = (
+            str(error)
+            .replace("--reward.max_failures", "--max_failures")
+            .replace("--reward.remote_url", "--reward")
+        )
         for line in text.splitlines():
             show(f"evaluate: {line}", sys.stderr)
         return 2
@@ -61,7 +72,10 @@ def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
             # a grader that failed may work again when the same command is given once more
             if (store := request.store_path(result.benchmark)) is not None:
                 store.unlink()
-            show(f"evaluate: {result.benchmark}: nothing was graded: {result.grading_error}", sys.stderr)
+            show(
+                f"evaluate: {result.benchmark}: nothing was graded: {result.grading_error}",
+                sys.stderr,
+            )
         return 1
     before = request.before
     said = [request.protocol_note] if request.protocol_note else []
@@ -90,7 +104,11 @@ def _results(request: Request) -> list[EvaluationResult]:
         stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
         if options.completions:
             ks = request.ks(len(request.completions[0]))
-            return [grade_saved(tasks[0], stores[0], request.completions, options, ks, _chat_tokenizer(options))]
+            return [
+                grade_saved(
+                    tasks[0], stores[0], request.completions, options, ks, _chat_tokenizer(options)
+                )
+            ]
         open_sampler = _open_vllm if options.engine == "vllm" else open_transformers
         results = evaluate(tasks, stores, options, request.ks(options.n_samples), open_sampler)
         return [replace(result, model=request.options.model) for result in results]
@@ -98,7 +116,8 @@ def _results(request: Request) -> list[EvaluationResult]:
 
 @contextmanager
 def _whole(options: Evaluate) -> Iterator[Evaluate]:
-    """The options with a whole checkpoint in the place of a LoRA adapter, in a folder that is there in the body."""
+    """The options with a whole checkpoint in the place of a LoRA adapter, in a folder that is there
+    in the body."""
     from openrlhf_ext.checkpoints import CheckpointError
     from openrlhf_ext.megatron.model.adapter import is_adapter
     from openrlhf_ext.tools.merge import merge
@@ -107,7 +126,10 @@ def _whole(options: Evaluate) -> Iterator[Evaluate]:
         yield options
         return
     with tempfile.TemporaryDirectory(prefix="merged-") as folder:
-        show(f"evaluate: --model is an adapter; its base, with it in the weights, goes to {folder}", sys.stderr)
+        show(
+            f"evaluate: --model is an adapter; its base, with it in the weights, goes to {folder}",
+            sys.stderr,
+        )
         try:
             merge(options.model, Path(folder) / "model")
         except CheckpointError as error:
@@ -132,7 +154,9 @@ def _chat_tokenizer(options: Evaluate) -> Any:
 
 
 @asynccontextmanager
-async def _open_vllm(options: Evaluate, tokenizer: Any, prompts: Sequence[str]) -> AsyncIterator[Any]:
+async def _open_vllm(
+    options: Evaluate, tokenizer: Any, prompts: Sequence[str]
+) -> AsyncIterator[Any]:
     from openrlhf_ext import patches
 
     patches.apply()
@@ -150,7 +174,9 @@ async def _open_vllm(options: Evaluate, tokenizer: Any, prompts: Sequence[str]) 
     from openrlhf_ext.tools.evaluate.sampling import EngineSampler
 
     longest = max(map(len, tokenizer(list(prompts), add_special_tokens=False)["input_ids"]))
-    section = Vllm(tensor_parallel_size=options.tensor_parallel_size, kv_cache_mib=options.kv_cache_mib)
+    section = Vllm(
+        tensor_parallel_size=options.tensor_parallel_size, kv_cache_mib=options.kv_cache_mib
+    )
     share = options.gpu_memory_utilization if use_gpu else None
     shape, _ = local_shape("model", model)  # None: of a model that only vLLM knows
     overrides = {} if shape is None else engine_overrides(shape.rotary)
@@ -174,7 +200,9 @@ def _write_results(request: Request, results: Sequence[EvaluationResult], text: 
         write_text(Path(file), json.dumps({**kept, "options": options}, indent=2) + "\n")
         written.append(file)
     if request.out:
-        lasting = [{name: value for name, value in each.items() if name != "seconds"} for each in shown]
+        lasting = [
+            {name: value for name, value in each.items() if name != "seconds"} for each in shown
+        ]
         write_text(request.out / "results.json", json.dumps(lasting, indent=2) + "\n")
         write_text(request.out / "tables.md", text + "\n")
         names = ", ".join(f"{task.name}.jsonl" for task in request.tasks)
@@ -188,15 +216,19 @@ def _unmet(result: EvaluationResult, before: dict[str, Any] | None, options: Eva
         gain = result.accuracy - before["accuracy"]
         if gain < options.min_gain:
             unmet.append(
-                f"accuracy changed by {100 * gain:+.1f} points, --min_gain asks for {100 * options.min_gain:.1f}"
+                f"accuracy changed by {100 * gain:+.1f} points, --min_gain asks for "
+                f"{100 * options.min_gain:.1f}"
             )
     if options.expect_accuracy is not None:
         own_error = result.standard_error or 0.0
-        apart = difference_in_errors(result.accuracy, own_error, options.expect_accuracy, options.expect_stderr)
+        apart = difference_in_errors(
+            result.accuracy, own_error, options.expect_accuracy, options.expect_stderr
+        )
         if apart > _ALLOWED_ERRORS:
             unmet.append(
-                f"accuracy {100 * result.accuracy:.1f} % is {apart:.1f} standard errors away from --expect_accuracy "
-                f"{100 * options.expect_accuracy:.1f} %; at most {_ALLOWED_ERRORS:g} are sampling error"
+                f"accuracy {100 * result.accuracy:.1f} % is {apart:.1f} standard errors away "
+                f"from --expect_accuracy {100 * options.expect_accuracy:.1f} %; at most "
+                f"{_ALLOWED_ERRORS:g} are sampling error"
             )
     return unmet
 

@@ -4,8 +4,8 @@
     openrlhf-ext explain --algorithm gtpo_conflict --rollouts FILE --group 2
     openrlhf-ext explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
-The whole file is shaped as one batch, as in training; one group of it is shown. Options without a default take their
-published values. Exit status: 0; 2 if something given is wrong.
+The whole file is shaped as one batch, as in training; one group of it is shown. Options without a
+default take their published values. Exit status: 0; 2 if something given is wrong.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if arguments.module_path:
             algorithm_of_file(arguments.module_path)
-        explanation = explain(rollouts, arguments.algorithm, parse_options(arguments.option), arguments.group)
+        explanation = explain(
+            rollouts, arguments.algorithm, parse_options(arguments.option), arguments.group
+        )
     except Exception as error:
-        if not ((users := users_part("".join(traceback.format_exception(error)))) or isinstance(error, _ABOUT_INPUT)):
+        if not (
+            (users := users_part("".join(traceback.format_exception(error))))
+            or isinstance(error, _ABOUT_INPUT)
+        ):
             raise
         show(f"explain: {users or error}", file=sys.stderr)
         return 2
@@ -54,18 +59,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("explain", __doc__.split("\n")[0])
     add = parser.add_argument
-    add("--algorithm", required=True, metavar="NAME", help="method, as in --algo.advantage.estimator")
-    add("--module_path", metavar="FILE.py", help="file that registers a method of your own, which --algorithm names")
-    add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line; see docs/explain.md")
-    add("--step", type=int, metavar="N", help="of a run's samples.jsonl: the step to show (default: the last of the "
-        "file)")  # fmt: skip
+    add(
+        "--algorithm",
+        required=True,
+        metavar="NAME",
+        help="method, as in --algo.advantage.estimator",
+    )
+    add(
+        "--module_path",
+        metavar="FILE.py",
+        help="file that registers a method of your own, which --algorithm names",
+    )
+    add(
+        "--rollouts",
+        required=True,
+        metavar="FILE.jsonl",
+        help="one completion per line; see docs/explain.md",
+    )
+    add(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of a run's samples.jsonl: the step to show (default: the last of the file)",
+    )
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
-    add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
+    add(
+        "--option",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="options of the method",
+    )
     return parser
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["alpha1=1.0", "entropy_axis=row"]`` as a mapping; values are JSON, or text where they are not."""
+    """``["alpha1=1.0", "entropy_axis=row"]`` as a mapping; values are JSON, or text where they are
+    not."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")

@@ -1,7 +1,9 @@
-"""``openrlhf-ext ledger RUN_DIR``: whether every prompt of a run was trained exactly once (docs/checkpoints.md).
+"""``openrlhf-ext ledger RUN_DIR``: whether every prompt of a run was trained exactly once
+(docs/checkpoints.md).
 
-The run may still go on. Exit status: 0 = every prompt drawn is trained once, waits, or is named with the reason why it
-is not; 1 = prompts are lost, doubled or unknown; 2 = there is no ledger, or it is damaged.
+The run may still go on. Exit status: 0 = every prompt drawn is trained once, waits, or is named
+with the reason why it is not; 1 = prompts are lost, doubled or unknown; 2 = there is no ledger, or
+it is damaged.
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ _SHOWN = 100
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("ledger", __doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="folder of a run's metrics.jsonl")
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN_DIR", help="folder of a run's metrics.jsonl"
+    )
     path = parser.parse_args(argv).folder / LEDGER
-    none = f"{path} is no file; RUN_DIR is the folder of a run; supervised runs and runs of earlier releases have none"
+    none = (
+        f"{path} is no file; RUN_DIR is the folder of a run; supervised runs and runs of earlier "
+        "releases have none"
+    )
     try:
         if not path.is_file():  # to open a named pipe waits for ever
             raise InputError(none)

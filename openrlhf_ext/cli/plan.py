@@ -1,8 +1,9 @@
 """``openrlhf-ext plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
 
-Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's config.json alone:
-memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing and needs no GPU.
-All other words are options of a run; data and reward need not be given.
+Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's
+config.json alone:
+memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing
+and needs no GPU. All other words are options of a run; data and reward need not be given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ _GIB = 1 << 30
 _SHOWN = 10
 _FROM = "--from"
 _NO_GAIN = 0.99  # of the seconds of a step
-_SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
+_SLEEP = (
+    "train.colocate_all",
+    "ds.enable_sleep",
+    "vllm.enable_sleep",
+    "train.dynamic_batch_enable",
+)
 _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
 _ESTIMATOR, _USUAL_ESTIMATOR = "algo.advantage.estimator", "grpo"
 
@@ -75,8 +81,12 @@ def _translate(ahead: list[str], words: list[str]) -> int:
     """``words``: the project and its own options, which may be called like ours."""
     from openrlhf_ext.tools.plan.translate import translate
 
-    parser = CommandParser("plan --from", "Prints the YAML for a run of another project (docs/migration.md).")
-    parser.add_argument("--gpus", type=positive, help="of a run of TRL (1), which leaves them to its launcher")
+    parser = CommandParser(
+        "plan --from", "Prints the YAML for a run of another project (docs/migration.md)."
+    )
+    parser.add_argument(
+        "--gpus", type=positive, help="of a run of TRL (1), which leaves them to its launcher"
+    )
     try:
         print(translate(words, parser.parse_args(ahead).gpus), end="")
     except InputError as error:
@@ -86,8 +96,8 @@ def _translate(ahead: list[str], words: list[str]) -> int:
 
 
 def _load(words: list[str]) -> RunConfig:
-    """The run's configuration. An estimator that it lacks is one without a critic, a group size the usual one, and both
-    are said."""
+    """The run's configuration. An estimator that it lacks is one without a critic, a group size the
+    usual one, and both are said."""
     from openrlhf_ext.tools.plan.search import CHOSEN
 
     usual = {_ESTIMATOR: _USUAL_ESTIMATOR}
@@ -96,10 +106,16 @@ def _load(words: list[str]) -> RunConfig:
     except ConfigError as error:
         if not any(_GROUP in violation.options for violation in error.violations):
             raise
-        config = load_config(words, files=False, chosen=CHOSEN, defaults=usual | {_GROUP: _USUAL_GROUP})
+        config = load_config(
+            words, files=False, chosen=CHOSEN, defaults=usual | {_GROUP: _USUAL_GROUP}
+        )
     for option, value, why in (
         (_ESTIMATOR, _USUAL_ESTIMATOR, "a run then trains a critic too, by gae"),
-        (_GROUP, _USUAL_GROUP, f"{config.algo.advantage.estimator} compares the responses to one prompt"),
+        (
+            _GROUP,
+            _USUAL_GROUP,
+            f"{config.algo.advantage.estimator} compares the responses to one prompt",
+        ),
     ):
         if config.sources.get(option) == "default":
             show(f"{option} is not set ({why}): planned with {value}\n")
@@ -108,23 +124,36 @@ def _load(words: list[str]) -> RunConfig:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
-    parser.add_argument("--gpus", type=positive, help="GPUs, engines included (default: as many as configured)")
-    parser.add_argument("--gpu", default="H100", help="A100, A100-40, H100 (default), H200, B200, ...")
-    parser.add_argument("--response_tokens", type=positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
     parser.add_argument(
-        "--prompt_tokens", type=positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
+        "--gpus", type=positive, help="GPUs, engines included (default: as many as configured)"
     )
-    parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
+    parser.add_argument(
+        "--gpu", default="H100", help="A100, A100-40, H100 (default), H200, B200, ..."
+    )
+    parser.add_argument(
+        "--response_tokens", type=positive, help="mean (default: 0.6 of rollout.max_new_tokens)"
+    )
+    parser.add_argument(
+        "--prompt_tokens",
+        type=positive,
+        help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)",
+    )
+    parser.add_argument(
+        "--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config"
+    )
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     parser.add_argument(
-        _FROM, action="store_true", help="plan nothing: print the YAML for a run of verl or trl: the project and its "
-        "own options or YAML file are behind this; in a script of theirs it stands where their trainer is started "
-        "(docs/migration.md)",
-    )  # fmt: skip
+        _FROM,
+        action="store_true",
+        help="plan nothing: print the YAML for a run of verl or trl: the project and its "
+        "own options or YAML file are behind this; in a script of theirs it stands where their "
+        "trainer is started (docs/migration.md)",
+    )
     return parser.parse_known_args(argv)
 
 
-# ---- as text -----------------------------------------------------------------------------------------------------
+# ---- as text
+# --------------------------------------------------------------------------------------------------
 
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
@@ -139,19 +168,31 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _memory(planner, best)
     yield ""
-    yield (f"how far off the seconds are: of {error.rows} steps of {kind} that others published half are within a "
-        f"factor of {error.median:.2f}, the worst is off by {error.worst:.2f} (predicted / published {error.low:.2f} "
-        f"to {error.high:.2f}); weight syncs of others took up to thirty times as long (docs/scaling.md)")  # fmt: skip
+    yield (
+        f"how far off the seconds are: of {error.rows} steps of {kind} that others published "
+        f"half are within a factor of {error.median:.2f}, the worst is off by {error.worst:.2f} "
+        f"(predicted / published {error.low:.2f} to {error.high:.2f}); weight syncs of others "
+        "took up to thirty times as long (docs/scaling.md)"
+    )
     yield ""
-    yield "assumptions (some fitted to seconds that others published, nothing measured on a GPU here):"
+    yield (
+        "assumptions (some fitted to seconds that others published, nothing measured on a GPU "
+        "here):"
+    )
     yield from (f"  {line}" for line in planner.clock.lines())
     per_node = planner.config.actor.num_gpus_per_node
-    yield f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than the policy takes)"
+    yield (
+        f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than "
+        "the policy takes)"
+    )
     if planner.config.has_critic:
         turns = planner.config.train.colocate_all  # driver/loop.py, ``train``
         where = "on the policy's GPUs, one after the other" if turns else "beside the policy"
         yield f"  log-probs and train: with a critic {where}"
-    yield "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch fill its budget"
+    yield (
+        "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch "
+        "fill its budget"
+    )
     yield ""
     yield f"what binds: {best.binding}."
 
@@ -160,12 +201,17 @@ def _head(planner: Planner, gpus: int) -> Iterator[str]:
     work, shape = planner.work, planner.shape
     flops = work.forward(shape)
     active = f" ({planner.clock.active:,} of them for a token)" if shape.num_experts else ""
-    yield (f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters{active}, on {gpus} "
-        f"{planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB")  # fmt: skip
+    yield (
+        f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters{active}, "
+        f"on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"
+    )
     token, product = work.length, 1e9 * work.length
-    yield (f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP forward (layers "
-        f"{flops.layers / product:.1f}, attention {flops.attention / product:.1f}, head {flops.head / product:.1f}), "
-        f"{flops.training / product:.1f} forward and backward")  # fmt: skip
+    yield (
+        f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP "
+        f"forward (layers {flops.layers / product:.1f}, attention "
+        f"{flops.attention / product:.1f}, head {flops.head / product:.1f}), "
+        f"{flops.training / product:.1f} forward and backward"
+    )
 
 
 def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
@@ -173,23 +219,49 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
 
     fitting = [candidate for candidate in found if candidate.seconds]
     shown = _distinct(fitting)[:_SHOWN]
-    yield (f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for every way to cut "
-        f"the policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: then the "
-        "layout with fewer ranks in a copy is ahead, then the one that takes less memory:")  # fmt: skip
+    yield (
+        f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for "
+        "every way to cut the policy (seconds of a step, GiB of the fullest GPU). Steps within "
+        f"{ALIKE:.0%} count as equal: then the layout with fewer ranks in a copy is ahead, then "
+        "the one that takes less memory:"
+    )
     header = (
-        "", "TP", "PP", "VP", "CP", *(["EP"] if planner.shape.num_experts else []), "DP", "recompute", "tokens",
-        "engines", "share", "training", "sampling", "rollout", "log-probs", "train", "sync", "step s",
-    )  # fmt: skip
+        "",
+        "TP",
+        "PP",
+        "VP",
+        "CP",
+        *(["EP"] if planner.shape.num_experts else []),
+        "DP",
+        "recompute",
+        "tokens",
+        "engines",
+        "share",
+        "training",
+        "sampling",
+        "rollout",
+        "log-probs",
+        "train",
+        "sync",
+        "step s",
+    )
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
-    own = [("now", *_row(planner.as_configured()))] if planner.config.gpus == gpus and planner.is_allowed else []
+    own = (
+        [("now", *_row(planner.as_configured()))]
+        if planner.config.gpus == gpus and planner.is_allowed
+        else []
+    )
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
     head = planner.clock.head_layers(shown[0].policy)
     if planner.shape.num_experts:
         yield "  EP: ranks that the experts of a layer are dealt over;"
-    yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
-        f"head,\n  which in the first of these rows takes as long as {head:.1f} layers; "
-        "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "
-        f"(vllm.gpu_memory_utilization, searched\n  where none is set){'; now: the layout as configured' * len(own)}")
+    yield (
+        "  PP: stages, and the layers of the first, one between and the last where they differ: "
+        "the last holds the head,\n  which in the first of these rows takes as long as "
+        f"{head:.1f} layers; tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of "
+        "each; share: of a GPU for its engine (vllm.gpu_memory_utilization, searched\n  where "
+        f"none is set){'; now: the layout as configured' * len(own)}"
+    )
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -209,17 +281,31 @@ def _disk(planner: Planner) -> dict[str, int]:
 def _given(planner: Planner) -> Iterator[str]:
     """What became of sizes that the run gives, and of options that mean something else here."""
     if planner.kept:
-        yield f"  kept, as given: {', '.join(f'{name} {value}' for name, value in planner.kept.items())}"
+        yield (
+            "  kept, as given: "
+            f"{', '.join(f'{name} {value}' for name, value in planner.kept.items())}"
+        )
     if replaced := [f"{name} {value}" for name, value in planner.replaced.items()]:
-        yield f"  not used, because plan chooses them unless the command line gives them: {', '.join(replaced)}"
-    yield from (f"  - {line}" for line in planner.config.warnings if not line.startswith(("eval.", "data.", "logger.")))
+        yield (
+            "  not used, because plan chooses them unless the command line gives them: "
+            f"{', '.join(replaced)}"
+        )
+    yield from (
+        f"  - {line}"
+        for line in planner.config.warnings
+        if not line.startswith(("eval.", "data.", "logger."))
+    )
 
 
 def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     now = "nothing fits" if best.seconds is None else f"{best.seconds.step:.0f} s"
-    yield f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
+    yield (
+        f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
+    )
     found = planner.levers(gpus, best.policy.layout.context_parallel_size)
-    for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
+    for what, one in sorted(
+        found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)
+    ):
         if one.seconds is None:
             said = f"lacks {one.short / _GIB:.1f} GiB"
         else:
@@ -237,21 +323,39 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     times = ["does not fit", "", "", "", ""]
     if seconds is not None:
         s = seconds
-        times = [f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)]
+        times = [
+            f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)
+        ]
     degrees = (
-        layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size, layout.context_parallel_size,
-        *([layout.expert_parallel_size] if policy.shape.num_experts else []), layout.data_parallel_size,
-    )  # fmt: skip
+        layout.tensor_parallel_size,
+        _stages(candidate),
+        layout.virtual_pipeline_size,
+        layout.context_parallel_size,
+        *([layout.expert_parallel_size] if policy.shape.num_experts else []),
+        layout.data_parallel_size,
+    )
     tokens, own = "-" if policy.budget is None else str(policy.budget), f"{candidate.share:g}"
     of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
-    return (*map(str, degrees), mode, tokens, of_engines, own, peaks["training"], peaks["sampling"], *times)
+    return (
+        *map(str, degrees),
+        mode,
+        tokens,
+        of_engines,
+        own,
+        peaks["training"],
+        peaks["sampling"],
+        *times,
+    )
 
 
 def _stages(candidate: Candidate) -> str:
-    """Pipeline stages, with the layers of the first, of one between and of the last where they are not all alike."""
+    """Pipeline stages, with the layers of the first, of one between and of the last where they are
+    not all alike."""
     layers = candidate.policy.layers
     shown = [*layers[:2], layers[-1]] if len(layers) > 2 else layers
-    return f"{len(layers)} ({'-'.join(map(str, shown))})" if len(set(layers)) > 1 else str(len(layers))
+    return (
+        f"{len(layers)} ({'-'.join(map(str, shown))})" if len(set(layers)) > 1 else str(len(layers))
+    )
 
 
 def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
@@ -262,13 +366,20 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     module = planner.shape.mlp.recompute_module
     mlp = Megatron(recompute="selective", recompute_modules=(module,))
     modes = {"none": Megatron(), f"selective: {module}": mlp, "full": Megatron(recompute="full")}
-    modes_text = ", ".join(f"{name} {best.policy.activations(0, mode) / _GIB:.1f}" for name, mode in modes.items())
+    modes_text = ", ".join(
+        f"{name} {best.policy.activations(0, mode) / _GIB:.1f}" for name, mode in modes.items()
+    )
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
     first, last = best.policy.states[0], best.policy.states[-1]
-    yield (f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; an "
-        f"engine works on {best.concurrency} requests at a time")  # fmt: skip
+    yield (
+        f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} "
+        f"of the last; an engine works on {best.concurrency} requests at a time"
+    )
     yield from _lengths(planner, best)
-    for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", _disk(planner))):
+    for what, parts in (
+        ("host memory of a node", best.host),
+        ("checkpoints on disk", _disk(planner)),
+    ):
         yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
         yield from _parts(parts)
 
@@ -279,9 +390,11 @@ def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
     if offload := planner.to_host:
         found[" with ds.adam_offload"] = planner.longest(best, offload)
     lengths = ", ".join(f"{tokens:,} tokens{how}" for how, tokens in found.items())
-    yield (f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
-        f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take longer ones: plan "
-        "with that data.max_len")  # fmt: skip
+    yield (
+        f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
+        f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take "
+        "longer ones: plan with that data.max_len"
+    )
 
 
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
@@ -292,25 +405,34 @@ def _parts(parts: Mapping[str, int]) -> Iterator[str]:
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
     from openrlhf_ext.tools.plan.candidate import SHARE
 
-    lines = [f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"]
+    lines = [
+        f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"
+    ]
     if found:
         nearest, moment = found[0], found[0].fullest
-        lines.append(f"what binds: {nearest.binding}; the nearest layout ({_degrees(nearest)}) needs:")
+        lines.append(
+            f"what binds: {nearest.binding}; the nearest layout ({_degrees(nearest)}) needs:"
+        )
         lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
     elif unmet := [*planner.unmet()]:
         return "\n".join([*lines, *unmet, *_given(planner)])
     else:
         shared = planner.config.engines_share_gpus
         lines.append(
-            "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, or another number"
-            if shared or gpus > 1 else "policy and engines need a GPU each unless they share them (train.colocate_all)"
-        )  # fmt: skip
+            "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, "
+            "or another number"
+            if shared or gpus > 1
+            else "policy and engines need a GPU each unless they share them (train.colocate_all)"
+        )
     if enough := planner.fewest_gpus():
         lines.append(f"the fewest {planner.gpu_name} that would do: {enough}")
     else:
         fixed = planner.config.vllm.gpu_memory_utilization is not None
         share = f"leave {SHARE} out, so that plan chooses it, " if fixed else ""
-        lines.append(f"more GPUs alone do not help: {share}shorten data.max_len, or use GPUs with more memory (--gpu)")
+        lines.append(
+            f"more GPUs alone do not help: {share}shorten data.max_len, or use GPUs with more "
+            "memory (--gpu)"
+        )
     lines += _given(planner)
     if found:
         lines += _levers(planner, found[0], gpus)
@@ -320,26 +442,35 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.layout, candidate.policy.megatron.recompute
     experts = f"EP {layout.expert_parallel_size}, " if candidate.policy.shape.num_experts else ""
-    return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, {experts}"
-        f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
-        f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
+    return (
+        f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP "
+        f"{layout.context_parallel_size}, {experts}recompute {recompute}, {layout.world_size} "
+        f"ranks, {candidate.engines.count} engines of {candidate.engines.tensor_parallel_size}, "
+        f"vllm.gpu_memory_utilization {candidate.share:g}"
+    )
 
 
-# ---- as files ----------------------------------------------------------------------------------------------------
+# ---- as files
+# --------------------------------------------------------------------------------------------------
 
 
 def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str]) -> str:
-    """The layout as YAML that ``train_ppo_ray --config`` loads on top of a recipe; ``argv`` made it."""
+    """The layout as YAML that ``train_ppo_ray --config`` loads on top of a recipe; ``argv`` made
+    it."""
     import yaml
 
     options = dict(best.options) | {name: value_of(planner.config, name) for name in _SLEEP}
-    sections = nest({name: [*value] if isinstance(value, tuple) else value for name, value in options.items()})
+    sections = nest(
+        {name: [*value] if isinstance(value, tuple) else value for name, value in options.items()}
+    )
     fullest = best.fullest
     return (
         f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
-        f"{planner.config.data.max_len} tokens; written by\n# openrlhf-ext plan {shlex.join(argv)}\n# Predicted, not "
-        f"run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest GPU, "
-        f"{best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
+        f"{planner.config.data.max_len} tokens; written by\n# openrlhf-ext plan "
+        f"{shlex.join(argv)}\n# Predicted, not run: {fullest.total / _GIB:.1f} of "
+        f"{planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest GPU, "
+        f"{best.seconds.step if best.seconds else 0:.0f} s a step.\n"
+        + yaml.safe_dump(sections, sort_keys=True)
     )
 
 
@@ -347,18 +478,24 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {
-        "model": Path(planner.config.actor.model_name_or_path or "").name, "parameters": planner.parameters,
-        "gpus": gpus, "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
-        "workload": dataclasses.asdict(planner.work), "assumptions": dataclasses.asdict(planner.assumed),
+        "model": Path(planner.config.actor.model_name_or_path or "").name,
+        "parameters": planner.parameters,
+        "gpus": gpus,
+        "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
+        "workload": dataclasses.asdict(planner.work),
+        "assumptions": dataclasses.asdict(planner.assumed),
         "step_error": dataclasses.asdict(planner.clock.error),
         "flops_per_token": {
-            "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
+            "forward": flops.total / planner.work.length,
+            "training": flops.training / planner.work.length,
         },
-        "allowed": len(found), "fitting": len(fitting), "disk": _disk(planner),
+        "allowed": len(found),
+        "fitting": len(fitting),
+        "disk": _disk(planner),
         "weight_sync_bytes": planner.sent,
         "layouts": [_candidate_json(candidate) for candidate in _distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
-    }  # fmt: skip
+    }
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -366,10 +503,13 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "options": dict(candidate.options),
         "memory": {moment.doing: dict(moment.parts) for moment in candidate.moments},
-        "parameters": [states.parameters for states in candidate.policy.states], "host": dict(candidate.host),
+        "parameters": [states.parameters for states in candidate.policy.states],
+        "host": dict(candidate.host),
         "concurrency": candidate.concurrency,
-        "seconds": None if seconds is None else dataclasses.asdict(seconds) | {"step": seconds.step},
-    }  # fmt: skip
+        "seconds": None
+        if seconds is None
+        else dataclasses.asdict(seconds) | {"step": seconds.step},
+    }
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     openrlhf-ext report runs/quickstart
     openrlhf-ext report runs/grpo runs/dapo --output compared.html --smooth 50
 
-A run's folder is that of ``logger.metrics_path``. It may still be running. Exit status: 0; 2 if a folder is not that of
-a run, or the page cannot be written.
+A run's folder is that of ``logger.metrics_path``. It may still be running. Exit status: 0; 2 if a
+folder is not that of a run, or the page cannot be written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
     try:
         if arguments.write_corridor and not arguments.write_corridor.endswith(".json"):
-            raise ValueError(f"--write_corridor {arguments.write_corridor}: the name must end in .json")
+            raise ValueError(
+                f"--write_corridor {arguments.write_corridor}: the name must end in .json"
+            )
         runs = read_runs(folders)
         write_text(output, write_page(runs, arguments.smooth))
         if arguments.write_corridor:
@@ -45,9 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("report", __doc__.split("\n")[0])
     add = parser.add_argument
-    add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
+    add(
+        "folders",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folder of a run's metrics.jsonl; several are drawn together",
+    )
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
-    about = "also write the corridor of these runs, which are trusted: bands for train.corridor (docs/faults.md)"
+    about = (
+        "also write the corridor of these runs, which are trusted: bands for train.corridor "
+        "(docs/faults.md)"
+    )
     add("--write_corridor", metavar="FILE.json", help=about)
     about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
     add("--smooth", type=positive, metavar="N", help=about)

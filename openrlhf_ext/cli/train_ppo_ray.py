@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from openrlhf_ext.cli.main import chosen_layout, show
-from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.config import (
+    ConfigError,
+    Findings,
+    RunConfig,
+    format_config,
+    load_config,
+    placement_table,
+)
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.driver import guard, preflight
@@ -23,13 +30,15 @@ from openrlhf_ext.reporting import TerminalHandler
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 if the run failed; 2 if the configuration is wrong; 3 if a dry run cannot say that it is right; 130 after
-    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 128 + n if signal n killed the driver, 137 also if it had to be
-    ended."""
+    """0; 1 if the run failed; 2 if the configuration is wrong; 3 if a dry run cannot say that it is
+    right; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 128 + n if signal n killed the
+    driver, 137 also if it had to be ended."""
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to engines
+    # a step's host tensors take larger, fewer pages
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # threads that wait for each other leave the cores to engines
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
@@ -46,7 +55,8 @@ def _reporting_faults(do: Callable[[], int]) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    # files of the user's, and what these start, may print: standard output of a dry run for programs is JSON alone
+    # files of the user's, and what these start, may print: standard output of a dry run for
+    # programs is JSON alone
     is_for_programs = any(word.split("=")[0] == "--dry_run_json" for word in argv)
     with _stdout_to_stderr() if is_for_programs else contextlib.nullcontext():
         config = _loaded(argv)
@@ -93,7 +103,10 @@ def findings(config: RunConfig) -> Findings:
     from openrlhf_ext.tools.plan import fit
 
     found = (preflight.findings(config), fit.findings(config))
-    return Findings(tuple(v for one in found for v in one.violations), tuple(w for one in found for w in one.warnings))
+    return Findings(
+        tuple(v for one in found for v in one.violations),
+        tuple(w for one in found for w in one.warnings),
+    )
 
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
@@ -103,12 +116,15 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart, laid_out))
 
 
-def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()) -> int:
-    """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
+def dry_run(
+    config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()
+) -> int:
+    """Prints whether the run would start, memory and warnings; then places and their proof; then
+    the configuration.
 
-    ``trials``: what came out of the user's own files; ``resumption``: what a run that goes on says. Returns 2 if the
-    model cannot be laid out as configured, or does not fit on the GPUs of this machine; 3 if that cannot be said: a
-    model or data is not here, or a file of the user's raised.
+    ``trials``: what came out of the user's own files; ``resumption``: what a run that goes on says.
+    Returns 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this
+    machine; 3 if that cannot be said: a model or data is not here, or a file of the user's raised.
     """
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
@@ -121,7 +137,9 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumptio
     try:
         proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
-        show(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
+        show(
+            f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr
+        )
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
@@ -136,8 +154,11 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumptio
     return 2 if not found.starts else 3 if unknown else 0
 
 
-def dry_run_json(config: RunConfig, trials: Sequence[preflight.Tried], resumption: Sequence[str]) -> int:
-    """The same; unless the run would not start, prints what its first event would say, for programs."""
+def dry_run_json(
+    config: RunConfig, trials: Sequence[preflight.Tried], resumption: Sequence[str]
+) -> int:
+    """The same; unless the run would not start, prints what its first event would say, for
+    programs."""
     from openrlhf_ext.driver.about import about_run
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -148,26 +169,39 @@ def dry_run_json(config: RunConfig, trials: Sequence[preflight.Tried], resumptio
 
 
 def layout_proofs(config: RunConfig | SupervisedConfig) -> Iterator[str]:
-    """The models that are trained and the reward model, every distinct rank built on the meta device from config.json
-    alone."""
+    """The models that are trained and the reward model, every distinct rank built on the meta
+    device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
     from openrlhf_ext.megatron.model.shape import read_model_shape
     from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
-    dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
+    dtype, distributed = (
+        DTYPES[config.megatron.param_dtype],
+        config.megatron.distributed_optimizer_enable,
+    )
     on_host = config.ds.optimizer_on_host
-    models: list[tuple[str, str | None, Any, str | None]] = [("policy", config.model_path, config.layout, None)]
+    models: list[tuple[str, str | None, Any, str | None]] = [
+        ("policy", config.model_path, config.layout, None)
+    ]
     if isinstance(config, RunConfig):
         head = config.ds.value_head_prefix
-        models += [("critic", config.critic_model, config.critic_layout, head)] if config.has_critic else []
+        models += (
+            [("critic", config.critic_model, config.critic_layout, head)]
+            if config.has_critic
+            else []
+        )
         reward = ("reward model", config.reward.model_name_or_path, config.reward_layout, head)
         models += [reward] if config.has_reward_model else []
     for what, name, layout, value_head in models:
         if (folder := model_folder(name or "")) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:
-            layers = layer_converters(config, read_model_shape(folder).family) if value_head is None else ()
+            layers = (
+                layer_converters(config, read_model_shape(folder).family)
+                if value_head is None
+                else ()
+            )
             proof = prove_layout(folder, layout, dtype, distributed, value_head, layers, on_host)
             yield f"{what}, {format_proof(proof)}"
 

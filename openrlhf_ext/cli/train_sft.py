@@ -1,6 +1,7 @@
 """``openrlhf-ext train_sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
 
-On one machine the command starts its ranks itself, without Ray. On several nodes a launcher starts it once for every
+On one machine the command starts its ranks itself, without Ray. On several nodes a launcher starts
+it once for every
 rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
 """
 
@@ -40,7 +41,8 @@ _LOOK_S = 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 = failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    """0; 1 = failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129
+    after SIGHUP."""
     words = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -64,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if not isinstance(error, RanksMissingError):
             raise
-        logger.error("the run failed: %s", error)  # on every rank: those that are missing cannot say so
+        # on every rank: those that are missing cannot say so
+        logger.error("the run failed: %s", error)
         return 1
     except KeyboardInterrupt:
         if is_first:
@@ -108,17 +111,28 @@ def launch(config: SupervisedConfig, words: list[str]) -> int:
     with own_folders(config):  # by rank 0, too, but then each rank would say what is wrong
         pass
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in listened()}
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in listened()
+    }
     store = open_store("127.0.0.1")  # lives as long as this process
     shared = {
-        "WORLD_SIZE": str(config.world_size), "LOCAL_WORLD_SIZE": str(config.world_size), _LAUNCHER: str(os.getpid()),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(config.world_size),
+        _LAUNCHER: str(os.getpid()),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }  # fmt: skip
+    }
     command, ranks = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words], []
     try:
         for rank in map(str, range(config.world_size)):
-            ranks.append(subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}))
+            ranks.append(
+                subprocess.Popen(
+                    command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}
+                )
+            )
         _wait(ranks, received, config.megatron.collective_timeout_s)
     finally:
         _kill(ranks)
@@ -135,18 +149,23 @@ def launch(config: SupervisedConfig, words: list[str]) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], received: list[int], save_s: float) -> None:
-    """Until all have ended, or have had the time to: after a signal (``save_s`` more for the step under way and its
-    checkpoint, but after Ctrl-C), or after one of them has failed."""
+    """Until all have ended, or have had the time to: after a signal (``save_s`` more for the step
+    under way and its checkpoint, but after Ctrl-C), or after one of them has failed."""
     told, ends = 0, math.inf
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
         for number in received[told:]:
             told += 1
             for rank in ranks:
                 rank.send_signal(number)
-            ends = min(ends, time.monotonic() + _END_S + (0.0 if number == signal.SIGINT else save_s))
+            ends = min(
+                ends, time.monotonic() + _END_S + (0.0 if number == signal.SIGINT else save_s)
+            )
         if any(codes) and not told and ends == math.inf:
             ends = time.monotonic() + _END_S  # the others notice, and say who is missing
-            logger.error("rank %d has ended with status %d", *next((r, code) for r, code in enumerate(codes) if code))
+            logger.error(
+                "rank %d has ended with status %d",
+                *next((r, code) for r, code in enumerate(codes) if code),
+            )
         time.sleep(_LOOK_S)
 
 
@@ -158,7 +177,8 @@ def _kill(ranks: list[subprocess.Popen]) -> None:
 
 
 def _downloaded(config: SupervisedConfig) -> str | None:
-    """The folder of a model that is given by its hub name, None for a folder. Raises ConfigError."""
+    """The folder of a model that is given by its hub name, None for a folder. Raises
+    ConfigError."""
     name = config.model.model_name_or_path
     return None if name is None or Path(name).is_dir() else downloaded(_MODEL, name)
 
@@ -178,19 +198,24 @@ def run(config: SupervisedConfig) -> int:
     os.environ |= training_environment(config)
     store = None
     if "WORLD_SIZE" not in os.environ:
-        store = open_store("127.0.0.1")  # lives as long as this process: `init_process_group` finds it
+        # lives as long as this process: `init_process_group` finds it
+        store = open_store("127.0.0.1")
         os.environ |= {
-            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
-        }  # fmt: skip
+        }
     with without_collection():
         from openrlhf_ext.sft.train import run_rank
     return run_rank(config)
 
 
 def dry_run(config: SupervisedConfig) -> int:
-    """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so, 3 if a
-    model or data that is not here leaves it open. Raises ConfigError: lists what going on would refuse."""
+    """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be
+    laid out so, 3 if a model or data that is not here leaves it open. Raises ConfigError: lists
+    what going on would refuse."""
     from openrlhf_ext.cli.train_ppo_ray import layout_proofs
     from openrlhf_ext.driver.preflight import trained_model, unseen_inputs
     from openrlhf_ext.imports import without_collection
@@ -215,14 +240,19 @@ def dry_run(config: SupervisedConfig) -> int:
     try:
         proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
-        show(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
+        show(
+            f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr
+        )
         return 2
     unseen = unseen_inputs(config)
     text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"
     lines = [*resumption, *(f"  - {warning}" for warning in config.warnings)]
     if made is not None:
         trained = int((made.ranges_R2[:, 1] - made.ranges_R2[:, 0]).sum())
-        lines.append(f"examples: {len(made)}, of {len(made.tokens_M)} tokens, {trained} of which are trained on")
+        lines.append(
+            f"examples: {len(made)}, of {len(made.tokens_M)} tokens, {trained} of which are "
+            "trained on"
+        )
     show("\n".join([redact(text), *lines, "", *proofs]))
     show(f"the configuration as it was resolved:\n\n{format_options(config)}")
     return 3 if unseen else 0

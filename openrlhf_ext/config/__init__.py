@@ -1,9 +1,12 @@
-"""Typed options of a run: the sections, loading from YAML and command line, and every check that needs no GPU.
+"""Typed options of a run: the sections, loading from YAML and command line, and every check that
+needs no GPU.
 
-Imports pydantic and PyYAML only. Users of this package call :func:`load_config`; see docs/configuration.md. To read it:
-``sections`` hold the options, each declared once, ``run_config`` what follows from them; ``rules``, ``model_rules`` and
-``file_rules`` what is refused and warned about; ``load`` how YAML and words become a configuration; ``show`` what users
-see.
+Imports pydantic and PyYAML only. Users of this package call :func:`load_config`; see
+docs/configuration.md. To read it:
+``sections`` hold the options, each declared once, ``run_config`` what follows from them; ``rules``,
+``model_rules`` and
+``file_rules`` what is refused and warned about; ``load`` how YAML and words become a configuration;
+``show`` what users see.
 """
 
 from __future__ import annotations
@@ -15,6 +18,14 @@ from openrlhf_ext.config.show import format_config, placement_table
 from openrlhf_ext.options import ConfigError, Violation, value_of
 
 __all__ = [
-    "ConfigError", "Findings", "RunConfig", "Violation", "build_config", "format_config", "load_config", "option_table",
-    "placement_table", "value_of",
-]  # fmt: skip
+    "ConfigError",
+    "Findings",
+    "RunConfig",
+    "Violation",
+    "build_config",
+    "format_config",
+    "load_config",
+    "option_table",
+    "placement_table",
+    "value_of",
+]

@@ -1,4 +1,5 @@
-"""The chosen estimator of a configuration: its name, its options by all the names that set them, what it measures."""
+"""The chosen estimator of a configuration: its name, its options by all the names that set them,
+what it measures."""
 
 from __future__ import annotations
 
@@ -11,17 +12,27 @@ from openrlhf_ext.options import is_set, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.options.sections.rollout import PenaltyFormula
 
-# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
-# estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
+# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are
+# OpenRLHF's, an estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
 _AS_IT_IS = {
-    "actor.dual_clip": "dual_clip", "actor.loss_agg_mode": "agg", "actor.policy_loss_type": "policy_loss_type",
-    "reward.clip_range": "reward_clip", "reward.stop_properly_penalty_coef": "stop_properly",
-}  # fmt: skip
+    "actor.dual_clip": "dual_clip",
+    "actor.loss_agg_mode": "agg",
+    "actor.policy_loss_type": "policy_loss_type",
+    "reward.clip_range": "reward_clip",
+    "reward.stop_properly_penalty_coef": "stop_properly",
+}
 FLAGS = {
-    *_AS_IT_IS, "actor.eps_clip", "actor.eps_clip_low_high", "algo.advantage.no_std_norm", "algo.advantage.gamma",
-    "algo.advantage.lambd", "reward.overlong_buffer_len", "reward.length_penalty.kind",
-    "reward.length_penalty.grop_gamma1", "reward.length_penalty.grop_medium_else",
-}  # fmt: skip
+    *_AS_IT_IS,
+    "actor.eps_clip",
+    "actor.eps_clip_low_high",
+    "algo.advantage.no_std_norm",
+    "algo.advantage.gamma",
+    "algo.advantage.lambd",
+    "reward.overlong_buffer_len",
+    "reward.length_penalty.kind",
+    "reward.length_penalty.grop_gamma1",
+    "reward.length_penalty.grop_medium_else",
+}
 
 
 @dataclass(frozen=True)
@@ -50,20 +61,30 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
     if reward.overlong_buffer_len is not None:
         # DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max
         penalty = {
-            "kind": "dapo", "l_max": config.rollout.max_new_tokens, "l_cache": int(reward.overlong_buffer_len),
+            "kind": "dapo",
+            "l_max": config.rollout.max_new_tokens,
+            "l_cache": int(reward.overlong_buffer_len),
             "factor": reward.overlong_penalty_factor,
-        }  # fmt: skip
+        }
         yield FlagOption("length_penalty", penalty, "reward.overlong_buffer_len")
     yield from _length_penalty(config)
 
 
 def _length_penalty(config: RunConfig) -> Iterator[FlagOption]:
-    """``reward.length_penalty.*`` under the estimator's names: what its kind reads, where that is not the default."""
+    """``reward.length_penalty.*`` under the estimator's names: what its kind reads, where that is
+    not the default."""
     penalty, flag = config.reward.length_penalty, "reward.length_penalty"
     if penalty.kind == "none":
         return
-    formula = {name: getattr(penalty, name) for name in ("kind", "on", *penalty.read_by.get(penalty.kind, ()))}
-    given = {name: value for name, value in formula.items() if value != PenaltyFormula.model_fields[name].default}
+    formula = {
+        name: getattr(penalty, name)
+        for name in ("kind", "on", *penalty.read_by.get(penalty.kind, ()))
+    }
+    given = {
+        name: value
+        for name, value in formula.items()
+        if value != PenaltyFormula.model_fields[name].default
+    }
     yield FlagOption("length_penalty", given, f"{flag}.kind")
     for key in ("grop_gamma1", "grop_medium_else"):
         if penalty.kind == "grop" and (value := getattr(penalty, key)) is not None:
@@ -71,8 +92,9 @@ def _length_penalty(config: RunConfig) -> Iterator[FlagOption]:
 
 
 def algorithm_name(config: RunConfig) -> str:
-    """The name under which the estimator is registered; for ``custom`` after running the file that registers it, which
-    raises ValueError where it cannot be run, or does not register one algorithm."""
+    """The name under which the estimator is registered; for ``custom`` after running the file that
+    registers it, which raises ValueError where it cannot be run, or does not register one
+    algorithm."""
     if config.algo.advantage.estimator != CUSTOM:
         return config.algo.advantage.estimator
     from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch
@@ -83,11 +105,12 @@ def algorithm_name(config: RunConfig) -> str:
 def algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     """Arguments of ``get_algorithm``: (name, options, importance correction or None).
 
-    A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
-    flags; the checks refuse a configuration in which they disagree. What the estimator does not read is left out; a
-    warning says so at the start of a run.
+    A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of
+    ``algo.<estimator>`` win over flags; the checks refuse a configuration in which they disagree.
+    What the estimator does not read is left out; a warning says so at the start of a run.
     """
-    from openrlhf_ext.algorithms.registry import foreign_keys, option_keys, with_published_values  # late, as above
+    # late, as above
+    from openrlhf_ext.algorithms.registry import foreign_keys, option_keys, with_published_values
 
     name = algorithm_name(config)
     known, foreign = option_keys(name), foreign_keys(name)
@@ -114,25 +137,36 @@ def _correction(config: RunConfig) -> dict[str, Any] | None:
         return None
     advantage = config.algo.advantage
     return {
-        "level": config.correction_level, "mode": config.correction_mode, "gating": advantage.is_correction_gating,
+        "level": config.correction_level,
+        "mode": config.correction_mode,
+        "gating": advantage.is_correction_gating,
         "threshold": config.correction_threshold,
-    }  # fmt: skip
+    }
 
 
 def old_logprobs(config: RunConfig) -> tuple[str, str]:
-    """Where the log-probs come from that ratios are relative to, ``policy``, ``engine`` or ``update`` (the update that
-    they are used in), and why: ``algo.old_logprobs`` with ``auto`` resolved."""
+    """Where the log-probs come from that ratios are relative to, ``policy``, ``engine`` or
+    ``update`` (the update that they are used in), and why: ``algo.old_logprobs`` with ``auto``
+    resolved."""
     if config.algo.old_logprobs != "auto":
         return config.algo.old_logprobs, "algo.old_logprobs"
     why = _why_policy(config)
-    return ("policy", why) if why else ("update", "one update per batch, whose ratios are 1 by definition")
+    return (
+        ("policy", why)
+        if why
+        else ("update", "one update per batch, whose ratios are 1 by definition")
+    )
 
 
 def engine_entropies(config: RunConfig) -> bool:
-    """Whether the estimator shapes by entropies, and by those of the engines (``algo.entropies``)."""
+    """Whether the estimator shapes by entropies, and by those of the engines
+    (``algo.entropies``)."""
     from openrlhf_ext.algorithms.registry import algorithm_class  # late, as above
 
-    return config.algo.entropies == "engine" and "entropies" in algorithm_class(algorithm_name(config)).needs
+    return (
+        config.algo.entropies == "engine"
+        and "entropies" in algorithm_class(algorithm_name(config)).needs
+    )
 
 
 def _why_policy(config: RunConfig) -> str | None:
@@ -156,15 +190,21 @@ def _why_policy(config: RunConfig) -> str | None:
 
 
 def initial_entropy_prompts(config: RunConfig) -> int:
-    """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
+    """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 =
+    it does not.
 
-    Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no initial entropy.
+    Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no
+    initial entropy.
     """
     if config.algo.advantage.estimator != "gtpo_conflict":
         return 0
     from openrlhf_ext.algorithms.methods.gtpo_conflict import GtpoConflictOptions  # late, as above
 
-    given = {key: value for key, value in config.own_options.items() if key in GtpoConflictOptions.model_fields}
+    given = {
+        key: value
+        for key, value in config.own_options.items()
+        if key in GtpoConflictOptions.model_fields
+    }
     options = GtpoConflictOptions.model_validate(given)
     if "h_ini" in given or options.filter == "off" or options.preset == "official":
         return 0

@@ -1,4 +1,5 @@
-"""Rules about files: what a run reads is there and holds what it should, what it writes can be written."""
+"""Rules about files: what a run reads is there and holds what it should, what it writes can be
+written."""
 
 from __future__ import annotations
 
@@ -28,21 +29,25 @@ from openrlhf_ext.options.sections.evaluation import named_parts
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
 # a violation has its options and its words, as in a table
-# fmt: off
 
 _FAULTS_SHOWN = 5
 _REMEDIES = {
     "reward_func": "; define reward_func(queries, prompts, labels, **kwargs)",
-    "AgentExecutor": "; an environment with step() becomes an agent by class AgentExecutor(MultiTurnAgentExecutor), "
-    "whose __init__ calls super().__init__(YourEnvironment) (docs/agents.md)",
+    "AgentExecutor": "; an environment with step() becomes an agent by class "
+    "AgentExecutor(MultiTurnAgentExecutor), whose __init__ calls "
+    "super().__init__(YourEnvironment) (docs/agents.md)",
 }
 # what a run writes, and whether it is a folder
 _OUTPUTS = {
-    "ckpt.path": True, "ckpt.output_dir": True, "logger.tensorboard_dir": True, "logger.metrics_path": False,
+    "ckpt.path": True,
+    "ckpt.output_dir": True,
+    "logger.tensorboard_dir": True,
+    "logger.metrics_path": False,
     "logger.figure_path": False,
-}  # fmt: skip
+}
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
-# bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
+# bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16
+# ones
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 _RESUMABLE_BYTES = {"fp32": 4 + 8, "bf16": 2 + 4 + 8}
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -54,7 +59,9 @@ def file_violations(config: RunConfig) -> Iterator[Violation]:
         yield from not_given(config)
     yield from _hidden_violations(config)
     yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
-    for _, grader in named_parts(config.eval.remote_url) if config.eval.remote_url is not None else ():
+    for _, grader in (
+        named_parts(config.eval.remote_url) if config.eval.remote_url is not None else ()
+    ):
         yield from _remote_url_violations("eval.remote_url", grader)
     yield from _prompt_violations(config)
     yield from output_violations(config)
@@ -64,23 +71,30 @@ def file_violations(config: RunConfig) -> Iterator[Violation]:
 def not_given(config: RunConfig) -> Iterator[Violation]:
     """Prompts and a source of rewards are given: what a recipe leaves to its user."""
     if config.data.prompt_dataset is None:
-        yield Violation(("data.prompt_dataset",),
-            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name")
+        yield Violation(
+            ("data.prompt_dataset",),
+            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
+        )
     if not (config.has_reward_model or config.reward.remote_url or config.train.agent_func_path):
-        yield Violation(("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"),
-            "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs), "
-            "train.agent_func_path or reward.model_name_or_path")
+        yield Violation(
+            ("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"),
+            "a source of rewards is required: set reward.remote_url (a .py file with "
+            "reward_func, or http URLs), train.agent_func_path or reward.model_name_or_path",
+        )
 
 
 def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
     for name, _ in leaf_fields(type(config)):
         if lacks_a_secret(value := value_of(config, name)):
-            yield Violation((name,),
-                f"{name} must be a whole address: got {value}, where a dry run or a checkpoint's config.yaml wrote "
-                f"{HIDDEN} for a password; put it in")
+            yield Violation(
+                (name,),
+                f"{name} must be a whole address: got {value}, where a dry run or a checkpoint's "
+                f"config.yaml wrote {HIDDEN} for a password; put it in",
+            )
 
 
-# ---- what is read ------------------------------------------------------------------------------------------------
+# ---- what is read
+# ------------------------------------------------------------------------------------------------
 
 
 def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
@@ -88,30 +102,44 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     if data.prompt_dataset is not None:
         counts: list[int | None] = []
-        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data.prompt_split, wanted, counts)
+        yield from _dataset_violations(
+            "data.prompt_dataset", data.prompt_dataset, data.prompt_split, wanted, counts
+        )
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
     if config.eval.paths is not None:
-        yield from _dataset_violations("eval.dataset", config.eval.paths, config.eval.split, wanted, [])
+        yield from _dataset_violations(
+            "eval.dataset", config.eval.paths, config.eval.split, wanted, []
+        )
 
 
 def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
     """Examples of supervised fine-tuning are given, and have answers."""
     data, plain = config.data, config.model.pretrain_mode_enable
     if data.dataset is None and not config.dry_run:
-        yield Violation(("data.dataset",),
-            "data.dataset is required: a .jsonl file of examples, a folder or a hub name")
+        yield Violation(
+            ("data.dataset",),
+            "data.dataset is required: a .jsonl file of examples, a folder or a hub name",
+        )
     if not (data.apply_chat_template or data.output_key or plain):
-        yield Violation(("data.output_key", "data.apply_chat_template", "model.pretrain_mode_enable"),
-            "data.output_key is required, the key of the answers: without it only a chat (data.apply_chat_template) or "
-            "plain text (model.pretrain_mode_enable) can be trained on")
+        yield Violation(
+            ("data.output_key", "data.apply_chat_template", "model.pretrain_mode_enable"),
+            "data.output_key is required, the key of the answers: without it only a chat "
+            "(data.apply_chat_template) or plain text (model.pretrain_mode_enable) can be "
+            "trained on",
+        )
     if data.multiturn and data.output_key is not None:
-        yield Violation(("data.multiturn", "data.output_key"),
-            f"data.multiturn reads whole chats of data.input_key: leave data.output_key {data.output_key} out")
+        yield Violation(
+            ("data.multiturn", "data.output_key"),
+            "data.multiturn reads whole chats of data.input_key: leave data.output_key "
+            f"{data.output_key} out",
+        )
     wanted = wanted_examples(config)
     if data.dataset is not None:
         yield from _dataset_violations("data.dataset", data.dataset, data.dataset_split, wanted, [])
     if config.eval.dataset is not None:
-        yield from _dataset_violations("eval.dataset", config.eval.dataset, config.eval.split, wanted, [])
+        yield from _dataset_violations(
+            "eval.dataset", config.eval.dataset, config.eval.split, wanted, []
+        )
 
 
 def wanted_examples(config: SupervisedConfig) -> Wanted:
@@ -123,7 +151,8 @@ def wanted_examples(config: SupervisedConfig) -> Wanted:
 def _dataset_violations(
     option: str, value: str, split: str | None, wanted: Wanted, counts: list[int | None]
 ) -> Iterator[Violation]:
-    """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
+    """Each dataset exists, and all of its records have the keys and the prompt form that will be
+    read.
 
     ``counts`` gets the number of records of each dataset, None where it is not known.
     """
@@ -133,7 +162,9 @@ def _dataset_violations(
             continue
         if not Path(dataset.path).exists():
             near = similar_path(dataset.path)
-            said = f"{option}: {dataset.path} does not exist (a hub name has the form org/name){near}"
+            said = (
+                f"{option}: {dataset.path} does not exist (a hub name has the form org/name){near}"
+            )
             yield Violation((option,), said)
         elif Path(dataset.path).is_file() and not dataset.is_file:
             forms = f"one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name"
@@ -148,24 +179,32 @@ def _dataset_violations(
             counts[-1] = scan.records if not scan.faults else None
 
 
-def _prompt_count_violations(counts: Sequence[int | None], max_samples: int, prompts: int) -> Iterator[Violation]:
+def _prompt_count_violations(
+    counts: Sequence[int | None], max_samples: int, prompts: int
+) -> Iterator[Violation]:
     """There are prompts for one batch of rollouts, where all datasets are files."""
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and (have := min(sum(known), max_samples)) < prompts:
-        yield Violation(("data.prompt_dataset", "data.max_samples", "rollout.batch_size"),
-            f"data.prompt_dataset (at most data.max_samples of it) must hold at least rollout.batch_size prompts: got "
-            f"{have} and {prompts}; lower rollout.batch_size")
+        yield Violation(
+            ("data.prompt_dataset", "data.max_samples", "rollout.batch_size"),
+            "data.prompt_dataset (at most data.max_samples of it) must hold at least "
+            f"rollout.batch_size prompts: got {have} and {prompts}; lower rollout.batch_size",
+        )
 
 
 def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterator[Violation]:
     """There are no two sources of rewards, and the one that is given is there."""
     both = ("reward.remote_url", "train.agent_func_path")
     if remote_url is not None and agent_path is not None:
-        yield Violation(both,
-            f"reward.remote_url and train.agent_func_path exclude each other, an agent grades its own rollouts: got "
-            f"{remote_url} and {agent_path}; keep one of them")
+        yield Violation(
+            both,
+            "reward.remote_url and train.agent_func_path exclude each other, an agent grades "
+            f"its own rollouts: got {remote_url} and {agent_path}; keep one of them",
+        )
     if agent_path is not None:
-        yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor", "run_agent")
+        yield from _definition_violations(
+            "train.agent_func_path", agent_path, "AgentExecutor", "run_agent"
+        )
     if remote_url is not None:
         yield from _remote_url_violations("reward.remote_url", remote_url)
 
@@ -175,17 +214,24 @@ def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> It
     for key_option, key in (("data.input_key", wanted.prompt), (wanted.label_option, wanted.label)):
         if key is not None and key not in scan.keys:
             missing = True
-            yield Violation((option, key_option),
-                f"{key_option} must be a key of the records of {option}: got {key!r}, the first record of "
-                f"{path} has {', '.join(scan.keys) or 'no keys'}")
+            yield Violation(
+                (option, key_option),
+                f"{key_option} must be a key of the records of {option}: got {key!r}, the first "
+                f"record of {path} has {', '.join(scan.keys) or 'no keys'}",
+            )
     if missing:  # every record would be complained about
         return
     if scan.faults:
         more = ", ..." if len(scan.faults) > _FAULTS_SHOWN else ""
-        label = "" if wanted.label is None else f" and a label ({wanted.label_option} {wanted.label})"
-        yield Violation((option,),
-            f"{option}: every record of {path} must be a JSON object with a prompt (data.input_key {wanted.prompt})"
-            f"{label}: {', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records")
+        label = (
+            "" if wanted.label is None else f" and a label ({wanted.label_option} {wanted.label})"
+        )
+        yield Violation(
+            (option,),
+            f"{option}: every record of {path} must be a JSON object with a prompt "
+            f"(data.input_key {wanted.prompt}){label}: "
+            f"{', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records",
+        )
 
 
 def tokenizer_violations(option: str, folder: str, *, chat: bool) -> Iterator[Violation]:
@@ -208,16 +254,21 @@ def _remote_url_violations(option: str, remote_url: str) -> Iterator[Violation]:
     files = [source for source in sources if not is_url(source)]
     for url in sources:
         if is_url(url) and not is_http_url(url):
-            yield Violation((option,), f"{option}: a URL must be http(s)://HOST[:PORT][/PATH], got {url}")
+            yield Violation(
+                (option,), f"{option}: a URL must be http(s)://HOST[:PORT][/PATH], got {url}"
+            )
     if files and len(sources) > 1:
         yield Violation(
-            (option,), f"{option} takes one .py file, or one or more http URLs separated by commas: got {remote_url}"
+            (option,),
+            f"{option} takes one .py file, or one or more http URLs separated by commas: got "
+            f"{remote_url}",
         )
     for path in files:
         yield from _definition_violations(option, path, "reward_func", "reward_funcs")
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------
+# ---- what is written
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,12 +286,18 @@ class Output:
 
 
 def output_violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
-    paths = [(option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()]
-    outputs = [Output(option, path, is_folder) for option, path, is_folder in paths if path is not None]
+    paths = [
+        (option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()
+    ]
+    outputs = [
+        Output(option, path, is_folder) for option, path, is_folder in paths if path is not None
+    ]
     for output in outputs:
         yield from _writable_violations(output)
     if isinstance(config, RunConfig) and config.has_critic and config.critic.save_value_network:
-        outputs.append(Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
+        outputs.append(
+            Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True)
+        )
     folder = Path(str(config.logger.metrics_path)).parent
     beside = [Output("logger.metrics_path", str(folder / name), False) for name in _BESIDE_METRICS]
     files = [output for output in outputs if not output.is_folder]
@@ -249,7 +306,9 @@ def output_violations(config: RunConfig | SupervisedConfig) -> Iterator[Violatio
     models = _local((option, value_of(config, option)) for option in config.model_options)
     yield from _model_overlap_violations(outputs, models, config.ckpt.path)
     read = (*config.data_options, *config.code_options)
-    sources = [(option, ref.path) for option in read for ref in dataset_refs(inputs_of(config, option))]
+    sources = [
+        (option, ref.path) for option in read for ref in dataset_refs(inputs_of(config, option))
+    ]
     yield from _source_overlap_violations(outputs, _local(sources))
     yield from _same_file_violations(files)
 
@@ -258,13 +317,19 @@ def _reserved_violations(files: Sequence[Output], beside: Sequence[Output]) -> I
     taken = [Path(output.path).resolve() for output in beside]
     for output in files:
         if (path := Path(output.path).resolve()) in taken:
-            yield Violation((output.option, "logger.metrics_path"),
-                f"{output.option} must not be {path.name} in the folder of logger.metrics_path, which the run writes "
-                f"itself: got {output.path}; choose another name")
+            yield Violation(
+                (output.option, "logger.metrics_path"),
+                f"{output.option} must not be {path.name} in the folder of logger.metrics_path, "
+                f"which the run writes itself: got {output.path}; choose another name",
+            )
 
 
 def _local(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
-    return [(option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path)]
+    return [
+        (option, path)
+        for option, path in named
+        if path and not is_url(path) and not is_hub_name(path)
+    ]
 
 
 def _writable_violations(output: Output) -> Iterator[Violation]:
@@ -274,30 +339,44 @@ def _writable_violations(output: Output) -> Iterator[Violation]:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         reason = "is not writable" if existing.is_dir() else "is a file"
         yield Violation(
-            (output.option,), f"{output.option} must be writable: got {output.path}, but {existing} {reason}"
+            (output.option,),
+            f"{output.option} must be writable: got {output.path}, but {existing} {reason}",
         )
 
 
 def _model_overlap_violations(
     outputs: Sequence[Output], models: Sequence[tuple[str, str]], checkpoints: str
 ) -> Iterator[Violation]:
-    """A final checkpoint replaces the weights in its folder; ``global_step*`` below ``ckpt.path`` are deleted."""
+    """A final checkpoint replaces the weights in its folder; ``global_step*`` below ``ckpt.path``
+    are deleted."""
     kept = Path(checkpoints).resolve()
     for option, path in models:
         model = Path(path).resolve()
-        yield from _overlap([o for o in outputs if o.folder == model], option, path, "the folder of the model that is")
+        yield from _overlap(
+            [o for o in outputs if o.folder == model],
+            option,
+            path,
+            "the folder of the model that is",
+        )
         if kept in model.parents and model.relative_to(kept).parts[0].startswith("global_step"):
-            yield Violation(("ckpt.path", option),
-                f"{option} must not be a checkpoint in ckpt.path, where checkpoints are moved and deleted: got {path} "
-                f"and {checkpoints}; choose another ckpt.path or copy the model")
+            yield Violation(
+                ("ckpt.path", option),
+                f"{option} must not be a checkpoint in ckpt.path, where checkpoints are moved "
+                f"and deleted: got {path} and {checkpoints}; choose another ckpt.path or copy "
+                "the model",
+            )
 
 
-def _source_overlap_violations(outputs: Sequence[Output], sources: Sequence[tuple[str, str]]) -> Iterator[Violation]:
+def _source_overlap_violations(
+    outputs: Sequence[Output], sources: Sequence[tuple[str, str]]
+) -> Iterator[Violation]:
     """Data and code are not overwritten; every file of a folder of data is read as data."""
     for option, path in sources:
         source = Path(path).resolve()
         if source.is_dir():
-            hits = [output for output in outputs if source in (output.folder, *output.folder.parents)]
+            hits = [
+                output for output in outputs if source in (output.folder, *output.folder.parents)
+            ]
             yield from _overlap(hits, option, path, "the folder of data that is")
         else:
             hits = [output for output in outputs if Path(output.path).resolve() == source]
@@ -307,18 +386,26 @@ def _source_overlap_violations(outputs: Sequence[Output], sources: Sequence[tupl
 def _same_file_violations(files: Sequence[Output]) -> Iterator[Violation]:
     for output in files:
         if Path(output.path).is_dir():
-            yield Violation((output.option,), f"{output.option} must be a file, {output.path} is a folder")
+            yield Violation(
+                (output.option,), f"{output.option} must be a file, {output.path} is a folder"
+            )
     if len({Path(output.path).resolve() for output in files}) < len(files):
-        yield Violation(tuple(output.option for output in files),
-            f"{' and '.join(output.option for output in files)} must be different files: got {files[0].path}")
+        yield Violation(
+            tuple(output.option for output in files),
+            f"{' and '.join(output.option for output in files)} must be different files: got "
+            f"{files[0].path}",
+        )
 
 
 def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> Iterator[Violation]:
     """One violation for everything that would be written into the same input."""
     if outputs:
         names = list(dict.fromkeys(output.option for output in outputs))
-        yield Violation((*names, option),
-            f"{', '.join(names)} would write into {what} read by {option}: {path}; choose another place")
+        yield Violation(
+            (*names, option),
+            f"{', '.join(names)} would write into {what} read by {option}: {path}; choose "
+            "another place",
+        )
 
 
 def _space_violations(config: RunConfig) -> Iterator[Violation]:
@@ -343,17 +430,22 @@ def _space_violations(config: RunConfig) -> Iterator[Violation]:
             both = "" if asked[disk] == size else with_final
             what = f"a checkpoint takes about {_readable(size)}{both}"
             hint = " (ckpt.max_num + 1 of them are there at a time)"
-        yield Violation((option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
-            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another {option} or make room{hint}")
+        yield Violation(
+            (option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
+            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another "
+            f"{option} or make room{hint}",
+        )
 
 
 def written_bytes(config: RunConfig) -> tuple[int, int] | None:
-    """Of the final Hugging Face checkpoints, and of one checkpoint, about; None where the policy's files are not here
-    to be counted."""
+    """Of the final Hugging Face checkpoints, and of one checkpoint, about; None where the policy's
+    files are not here to be counted."""
     if (policy := parameter_count(config.actor.model_name_or_path)) is None:
         return None
     critic = (parameter_count(config.critic_model) or policy) if config.has_critic else 0
-    resumable, weights = (table[config.megatron.param_dtype] for table in (_RESUMABLE_BYTES, _WEIGHT_BYTES))
+    resumable, weights = (
+        table[config.megatron.param_dtype] for table in (_RESUMABLE_BYTES, _WEIGHT_BYTES)
+    )
     final = policy + (critic if config.critic.save_value_network else 0)
     kept = 0 if config.ckpt.disable_ds else (policy + critic) * resumable
     return final * weights, kept + (policy * weights if config.ckpt.save_hf else 0)

@@ -1,4 +1,5 @@
-"""A look at what a run reads: paths, hub names and URLs; config.json and tokenizer of a model, source code."""
+"""A look at what a run reads: paths, hub names and URLs; config.json and tokenizer of a model,
+source code."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def is_http_url(text: str) -> bool:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether the text has the form ``org/name`` of a Hugging Face hub name and no local folder is meant by it."""
+    """Whether the text has the form ``org/name`` of a Hugging Face hub name and no local folder is
+    meant by it."""
     path = Path(text)
     if path.suffix.lower() in (*DATA_SUFFIXES, ".py"):
         return False
@@ -66,9 +68,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def resolve_path(value: str, kind: PathKind) -> str:
-    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs separated by commas,
-    ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name (``name=path``). Inputs that are URLs or hub
-    names stay as they are."""
+    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs
+    separated by commas,
+    ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name (``name=path``). Inputs
+    that are URLs or hub names stay as they are."""
     if not value.strip():
         return value  # refused; it would become the current directory
     if kind == "output":
@@ -114,7 +117,8 @@ class DatasetRef:
 
 
 def inputs_of(config: BaseModel, option: str) -> str:
-    """Paths, hub names and URLs of an option, separated by commas, without names of sets (``eval.dataset``,
+    """Paths, hub names and URLs of an option, separated by commas, without names of sets
+    (``eval.dataset``,
     ``eval.remote_url``); "" if none are given."""
     value = value_of(config, option) or ""
     return ",".join(rest for _, rest in named_parts(value)) if option.startswith("eval.") else value
@@ -130,13 +134,16 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # what is read of tokenizer.json
 _ADDED_TOKEN = map_with({"id": INTEGER, "content": TEXT})
-_PAIR = Kind("a token and its score", lambda v: isinstance(v, list) and len(v) == 2 and isinstance(v[0], str))
+_PAIR = Kind(
+    "a token and its score", lambda v: isinstance(v, list) and len(v) == 2 and isinstance(v[0], str)
+)
 _VOCABULARY = Kind(
     "a map of tokens to integers, or a list of tokens with scores",
     lambda v: list_of(_PAIR).holds(v) or (isinstance(v, dict) and all(map(is_integer, v.values()))),
 )
 _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_of(TEXT).holds(v))
-_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")  # as transformers 5.19 reads them
+# as transformers 5.19 reads them
+_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 
 
 _KNOWN = shipped("configs/models")
@@ -144,10 +151,11 @@ _PUBLISHERS = ("Qwen", "meta-llama")
 
 
 def model_folder(name: str) -> str | None:
-    """The folder whose ``config.json`` says what a model is: its own, or that of ``configs/models`` for a hub name.
+    """The folder whose ``config.json`` says what a model is: its own, or that of ``configs/models``
+    for a hub name.
 
-    ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. None if the name is a hub's
-    and there is no such folder.
+    ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. None if
+    the name is a hub's and there is no such folder.
     """
     if not is_hub_name(name):
         return name
@@ -159,8 +167,8 @@ def model_folder(name: str) -> str | None:
 def unknown_model(name: str) -> str:
     known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir()))
     return (
-        f"{name} is a hub name whose config.json is not on this machine (configs/models has {known}); give a folder "
-        "that holds the model's config.json, no weights are needed"
+        f"{name} is a hub name whose config.json is not on this machine (configs/models has "
+        f"{known}); give a folder that holds the model's config.json, no weights are needed"
     )
 
 
@@ -170,27 +178,35 @@ def has_weights(folder: str) -> bool:
 
 
 AS_TOKENIZER_JSON = (
-    "if you trust it, save it as tokenizer.json: transformers.AutoTokenizer.from_pretrained(FOLDER, "
-    "trust_remote_code=True).save_pretrained(FOLDER), and remove auto_map from tokenizer_config.json"
+    "if you trust it, save it as tokenizer.json: "
+    "transformers.AutoTokenizer.from_pretrained(FOLDER, "
+    "trust_remote_code=True).save_pretrained(FOLDER), and remove auto_map from "
+    "tokenizer_config.json"
 )
 
 
-def names_code(folder: str, names: Sequence[str] = ("config.json", "tokenizer_config.json")) -> bool:
-    """Whether these files of a model folder name Python code of its own, which nothing here executes."""
+def names_code(
+    folder: str, names: Sequence[str] = ("config.json", "tokenizer_config.json")
+) -> bool:
+    """Whether these files of a model folder name Python code of its own, which nothing here
+    executes."""
     files = [Path(folder) / name for name in names]
     return any(file.is_file() and b'"auto_map"' in file.read_bytes() for file in files)
 
 
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
-    """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
+    """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template;
+    None if it can."""
     path = Path(folder)
     if (path / "controller.json").is_file():  # a user would try it: it is what ckpt.path holds
         return (
-            "is a checkpoint to resume from (ckpt.load_enable), not a model: give ckpt.output_dir, or a "
-            "global_step*_hf of ckpt.save_hf"
+            "is a checkpoint to resume from (ckpt.load_enable), not a model: give "
+            "ckpt.output_dir, or a global_step*_hf of ckpt.save_hf"
         )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
+        return (
+            f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
+        )
     if (file := path / "tokenizer.json").is_file():
         try:
             with reading(file, "as a tokenizer"):
@@ -198,7 +214,10 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
         except InputError as error:
             return f"has a file that cannot be used: {error}"
     elif names_code(folder, ["tokenizer_config.json"]):
-        return f"has a tokenizer that is Python code of its own, which is not executed; {AS_TOKENIZER_JSON}"
+        return (
+            "has a tokenizer that is Python code of its own, which is not executed; "
+            f"{AS_TOKENIZER_JSON}"
+        )
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
     settings = path / "tokenizer_config.json"
@@ -206,29 +225,48 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
         template = read_json(settings).get("chat_template") if settings.is_file() else None
     except InputError as error:
         return f"has a file that cannot be used: {error}"
-    names = [one.get("name") for one in template if isinstance(one, dict)] if isinstance(template, list) else []
+    names = (
+        [one.get("name") for one in template if isinstance(one, dict)]
+        if isinstance(template, list)
+        else []
+    )
     if (isinstance(template, str) and template) or "default" in names:
         return None
     if names:
-        return f"has chat templates that are called {', '.join(map(str, names))}, and none is called default: give one"
-    unread = "; chat_template.json is read of processors alone" if (path / "chat_template.json").is_file() else ""
+        return (
+            f"has chat templates that are called {', '.join(map(str, names))}, and none is "
+            "called default: give one"
+        )
+    unread = (
+        "; chat_template.json is read of processors alone"
+        if (path / "chat_template.json").is_file()
+        else ""
+    )
     return (
-        f"has a tokenizer without a chat template (a base model?){unread}: leave data.apply_chat_template out and use "
-        "data.input_template, or take the instruct model's tokenizer"
+        f"has a tokenizer without a chat template (a base model?){unread}: leave "
+        "data.apply_chat_template out and use data.input_template, or take the instruct model's "
+        "tokenizer"
     )
 
 
 def tokenizer_difference(one: str, other: str) -> str | None:
-    """What differs between the tokenizers of two model folders, None if they make the same ids of a text.
+    """What differs between the tokenizers of two model folders, None if they make the same ids of a
+    text.
 
-    ``tokenizer.json`` is compared by its vocabulary and merges, since tokenizers writes the same ones in several forms;
-    other files have to be the same. Folders without a tokenizer are :func:`tokenizer_fault`'s business.
+    ``tokenizer.json`` is compared by its vocabulary and merges, since tokenizers writes the same
+    ones in several forms; other files have to be the same. Folders without a tokenizer are
+    :func:`tokenizer_fault`'s business.
     """
-    names = [{name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()} for folder in (one, other)]
+    names = [
+        {name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()}
+        for folder in (one, other)
+    ]
     if not all(names):
         return None
     if not (common := [name for name in _TOKENIZER_FILES if name in names[0] & names[1]]):
-        return f"{one} has {', '.join(sorted(names[0]))} and {other} has {', '.join(sorted(names[1]))}"
+        return (
+            f"{one} has {', '.join(sorted(names[0]))} and {other} has {', '.join(sorted(names[1]))}"
+        )
     paths = [Path(folder) / common[0] for folder in (one, other)]
     files = [path.read_bytes() for path in paths]
     if files[0] == files[1]:
@@ -242,8 +280,8 @@ def tokenizer_difference(one: str, other: str) -> str | None:
 
 
 def unknown_tokens(folder: str, policy_folder: str) -> str | None:
-    """Which tokens of the policy a model reads as something else, None if none or where it is not known; tokens that
-    only the model has do not matter."""
+    """Which tokens of the policy a model reads as something else, None if none or where it is not
+    known; tokens that only the model has do not matter."""
     paths = [Path(one) / "tokenizer.json" for one in (policy_folder, folder)]
     if not all(path.is_file() for path in paths):
         return tokenizer_difference(folder, policy_folder)
@@ -256,7 +294,12 @@ def unknown_tokens(folder: str, policy_folder: str) -> str | None:
 
 def _tokenizer_json(path: Path) -> dict[str, Any]:
     tokenizer = read_json(path, {"model": MAP}, {"added_tokens": or_null(list_of(_ADDED_TOKEN))})
-    check(tokenizer["model"], f"{path}, model", {"vocab": _VOCABULARY}, {"merges": or_null(list_of(_MERGE))})
+    check(
+        tokenizer["model"],
+        f"{path}, model",
+        {"vocab": _VOCABULARY},
+        {"merges": or_null(list_of(_MERGE))},
+    )
     return tokenizer
 
 
@@ -270,8 +313,10 @@ def _vocabulary_difference(one: dict[str, Any], other: dict[str, Any]) -> str | 
 def _id_difference(ids: Iterable[int], mine: dict[int, str], theirs: dict[int, str]) -> str | None:
     if not (differing := sorted(id_ for id_ in ids if mine.get(id_) != theirs.get(id_))):
         return None
-    return (f"{len(differing)} token ids mean different tokens, id {differing[0]} is {mine.get(differing[0])!r} and "
-        f"{theirs.get(differing[0])!r}")  # fmt: skip
+    return (
+        f"{len(differing)} token ids mean different tokens, id {differing[0]} is "
+        f"{mine.get(differing[0])!r} and {theirs.get(differing[0])!r}"
+    )
 
 
 def _token_of_id(tokenizer: dict[str, Any]) -> dict[int, str]:
@@ -289,14 +334,17 @@ def _merges(tokenizer: dict[str, Any]) -> list[str]:
 
 
 def require_definition(path: str, *names: str) -> None:
-    """Raises InputError unless the Python file, which is not run, defines one of the names at top level."""
+    """Raises InputError unless the Python file, which is not run, defines one of the names at top
+    level."""
     text = read_text(path)
     with reading(path, "as Python"):
         tree = ast.parse(text, filename=path)
     defined = set(_top_level_names(tree.body))
     if defined.isdisjoint({*names, "*"}):
         found = ", ".join(sorted(defined)) or "nothing"
-        raise InputError(f"{path} must define {' or '.join(names)} at top level; it defines {found}")
+        raise InputError(
+            f"{path} must define {' or '.join(names)} at top level; it defines {found}"
+        )
 
 
 def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
@@ -305,10 +353,15 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield statement.name
                 takes = getattr(statement, "args", None)
-                if takes and {one.arg for one in (*takes.args, *takes.kwonlyargs)} & {"completions", "solution_str"}:
+                if takes and {one.arg for one in (*takes.args, *takes.kwonlyargs)} & {
+                    "completions",
+                    "solution_str",
+                }:
                     yield "reward_func"  # verl's or TRL's: rewards/foreign.py
             case ast.Assign():
-                yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+                yield from (
+                    target.id for target in statement.targets if isinstance(target, ast.Name)
+                )
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name
             case ast.Import() | ast.ImportFrom():
@@ -318,7 +371,8 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def parameter_count(folder: str | None) -> int | None:
-    """Parameters in a folder's safetensors files, from their headers; None if there is none or it is no such file."""
+    """Parameters in a folder's safetensors files, from their headers; None if there is none or it
+    is no such file."""
     files = sorted(Path(folder).glob("*.safetensors")) if folder is not None else []
     try:
         return sum(map(_elements, files)) or None
@@ -329,10 +383,13 @@ def parameter_count(folder: str | None) -> int | None:
 def _elements(path: Path) -> int:
     with reading(path, "as safetensors"), safe_open(path, framework="numpy") as file:
         tensors = [file.get_slice(name) for name in file.keys()]
-        return sum(math.prod(tensor.get_shape()) for tensor in tensors if tensor.get_dtype() in _FLOATING)
+        return sum(
+            math.prod(tensor.get_shape()) for tensor in tensors if tensor.get_dtype() in _FLOATING
+        )
 
 
-# ---- models of the hub ----------------------------------------------------------------------------------------------
+# ---- models of the hub
+# ----------------------------------------------------------------------------------------------
 
 
 def downloaded(option: str, name: str) -> str:
@@ -347,7 +404,7 @@ def downloaded(option: str, name: str) -> str:
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         message = (
-            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from the hub ({reason}); give "
-            "the folder of a checkpoint that holds the weights"
+            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from "
+            f"the hub ({reason}); give the folder of a checkpoint that holds the weights"
         )
         raise ConfigError([Violation((option,), message)]) from error

@@ -1,4 +1,5 @@
-"""From files and command-line words to a checked, frozen configuration, each value with its place of origin."""
+"""From files and command-line words to a checked, frozen configuration, each value with its place
+of origin."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from openrlhf_ext.config.files import is_url, resolve_path
 from openrlhf_ext.config.rules import Findings, check_config, check_settings
 from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_help
-from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
+from openrlhf_ext.config.upstream import (
+    EARLIER_DEFAULTS,
+    STANDS_FOR,
+    is_earlier,
+    of_earlier,
+    origin_of,
+    read_earlier,
+)
 from openrlhf_ext.inputs import InputError, read_text, shipped, shown
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import (
@@ -36,7 +44,8 @@ from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
 from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words, table_of
 
 COMMAND_LINE = "command line"
-_SHOWN_UNKNOWN = 20  # options; a file of another program has thousands, and to guess what was meant takes time
+# options; a file of another program has thousands, and to guess what was meant takes time
+_SHOWN_UNKNOWN = 20
 C = TypeVar("C", bound=Configuration)
 
 
@@ -51,7 +60,8 @@ class Setting:
 
 @dataclass
 class CommandLine:
-    """What stood on it; ``help_filter``: the section (or part of a name) to show, "" = all, None = no help."""
+    """What stood on it; ``help_filter``: the section (or part of a name) to show, "" = all, None =
+    no help."""
 
     config_files: list[str] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
@@ -77,8 +87,10 @@ _LEVELS, _NODES = 20, 20_000  # the longest configuration of this repository has
 class ConfigLoader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2's core schema, of bounded size.
 
-    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text: an
-    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says. An alias counts as what it stands for.
+    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text:
+    an
+    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says. An alias counts as
+    what it stands for.
     """
 
     def __init__(self, stream: str) -> None:
@@ -87,12 +99,16 @@ class ConfigLoader(yaml.SafeLoader):
         self._size_of: dict[int, int] = {}  # of a node that is complete, with all below it
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises ComposerError: too many nodes, too deep, that refer to themselves, or are none of the core schema."""
+        """Raises ComposerError: too many nodes, too deep, that refer to themselves, or are none of
+        the core schema."""
         mark, before = self.peek_event().start_mark, self._nodes
         self._level, self._nodes = self._level + 1, self._nodes + 1
         if self._level > _LEVELS:
             raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
-        if self.check_event(yaml.AliasEvent) and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of:
+        if (
+            self.check_event(yaml.AliasEvent)
+            and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of
+        ):
             said = f"the alias *{self.peek_event().anchor} has no anchor that ends before"
             raise ComposerError(None, None, said, mark)
         node = super().compose_node(parent, index)
@@ -100,7 +116,11 @@ class ConfigLoader(yaml.SafeLoader):
         self._size_of.setdefault(id(node), self._nodes - before)
         if self._nodes > _NODES:
             raise ComposerError(None, None, f"more than {_NODES} values, aliases included", mark)
-        if isinstance(parent, yaml.MappingNode) and index is None and not isinstance(node, yaml.ScalarNode):
+        if (
+            isinstance(parent, yaml.MappingNode)
+            and index is None
+            and not isinstance(node, yaml.ScalarNode)
+        ):
             raise ComposerError(None, None, "a name must be a text", mark)
         if (fault := _node_fault(node)) is not None:
             raise ComposerError(None, None, fault, mark)
@@ -109,11 +129,16 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 def _node_fault(node: yaml.Node | None) -> str | None:
-    """Why a node is none of the core schema; explicit tags (``!!int abc``) need not fit what they stand before."""
+    """Why a node is none of the core schema; explicit tags (``!!int abc``) need not fit what they
+    stand before."""
     if isinstance(node, yaml.ScalarNode):
         form = _FORMS.get(node.tag)
         is_good = form is not None and form.fullmatch(node.value) is not None
-        return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
+        return (
+            None
+            if is_good
+            else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
+        )
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
     if node is None or node.tag == _TAG + kind:
         return None
@@ -133,10 +158,11 @@ ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 
 
 def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violation]]:
-    """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no YAML, a key twice).
+    """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no
+    YAML, a key twice).
 
-    Nested and dotted keys may be mixed. A path such as ``configs/recipes/smoke_cpu.yaml`` that is not in the working
-    folder is one that the package ships.
+    Nested and dotted keys may be mixed. A path such as ``configs/recipes/smoke_cpu.yaml`` that is
+    not in the working folder is one that the package ships.
     """
     given = os.path.expanduser(path)
     if not os.path.exists(given) and given.startswith("configs/") and shipped(given).exists():
@@ -152,14 +178,20 @@ def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violat
         return [], []
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
-        return [], [Violation((), f"--config {path} must hold a mapping of options (name: value), got {kind}")]
+        return [], [
+            Violation(
+                (), f"--config {path} must hold a mapping of options (name: value), got {kind}"
+            )
+        ]
     reader = _YamlReader(path, loader, table)
     return list(reader.settings(root, "")), reader.violations
 
 
 def read_files(paths: Sequence[str], table: OptionTable) -> tuple[list[Setting], list[Violation]]:
     found = [read_yaml(path, table) for path in paths]
-    return [one for settings, _ in found for one in settings], [one for _, broken in found for one in broken]
+    return [one for settings, _ in found for one in settings], [
+        one for _, broken in found for one in broken
+    ]
 
 
 def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
@@ -167,8 +199,8 @@ def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return f"{path} is not valid YAML: {' '.join(str(error).split())}"
     return (
-        f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); indent with spaces, "
-        "the options of one group equally deep"
+        f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); "
+        "indent with spaces, the options of one group equally deep"
     )
 
 
@@ -187,13 +219,17 @@ class _YamlReader:
         if isinstance(node, yaml.MappingNode) and not is_leaf:
             for key, value in node.value:
                 yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
-        elif not (is_null and self.table.is_section(name)):  # a section with all its lines commented out
+        # a section with all its lines commented out
+        elif not (is_null and self.table.is_section(name)):
             yield self._setting(node, name)
 
     def _setting(self, node: yaml.Node, name: str) -> Setting:
         line = node.start_mark.line + 1
         if name in self._lines:
-            said = f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep one"
+            said = (
+                f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep "
+                "one"
+            )
             self.violations.append(Violation((name,), said))
         self._lines[name] = line
         return Setting(name, self.loader.construct_object(node, deep=True), f"{self.path}:{line}")
@@ -211,7 +247,9 @@ def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
     return line
 
 
-def words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterator[tuple[str, list[str]]]:
+def words_by_option(
+    argv: Sequence[str], violations: list[Violation]
+) -> Iterator[tuple[str, list[str]]]:
     """``--name`` with the words that follow it; ``--name=value`` counts as two words."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:
@@ -221,14 +259,20 @@ def words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterato
         elif groups:
             groups[-1][1].append(word)
         else:
-            violations.append(Violation((), f"options start with --: got {word!r} at the start of the command line"))
+            violations.append(
+                Violation(
+                    (), f"options start with --: got {word!r} at the start of the command line"
+                )
+            )
     yield from groups
 
 
 def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -> None:
     named = [word for word in values if table.find(word) is not None and not os.path.exists(word)]
     if named:  # what follows it are its values
-        said = f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
+        said = (
+            f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
+        )
         line.violations.append(Violation((), said))
         values = values[: values.index(named[0])]
     if values:
@@ -243,7 +287,8 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
     if option is None and switch is not None and switch.arity == "flag" and not words:  # --no-NAME
         option, name, words = switch, switch.name, ["false"]
     if option is None and not _is_earlier(name, table):
-        line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
+        # reported with the unknown names of the files
+        line.settings.append(Setting(name, words, COMMAND_LINE))
         return
     try:
         if option is None:
@@ -268,7 +313,8 @@ def _is_earlier(name: str, table: OptionTable) -> bool:
 
 
 def _free_value(words: list[str]) -> Any:
-    """A value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list for several words."""
+    """A value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list for
+    several words."""
     values = [yaml.load(word, Loader=ConfigLoader) for word in words]  # noqa: S506 (a SafeLoader)
     if not values:
         return True
@@ -286,18 +332,23 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
 
 def unknown_option(setting: Setting, table: OptionTable) -> Violation:
     if table.is_section(setting.name):
-        message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
+        message = (
+            f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
+        )
         return Violation((setting.name,), message)
     nearest = table.nearest(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     of_runs = None if table.model is RunConfig else option_table().find(setting.name)
     if of_runs is not None and of_runs.unsupported is None:
-        hint = "train_ppo_ray has it, this command does not" + (f"; the nearest here is {nearest}" if nearest else "")
+        hint = "train_ppo_ray has it, this command does not" + (
+            f"; the nearest here is {nearest}" if nearest else ""
+        )
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
 
 
-# ---- the configuration ----------------------------------------------------------------------------------------------
+# ---- the configuration
+# ----------------------------------------------------------------------------------------------
 
 Rules = Callable[[C], Findings]
 Choice = Callable[[C], Mapping[str, Any]]
@@ -305,61 +356,95 @@ Choice = Callable[[C], Mapping[str, Any]]
 CHOSEN = "chosen: megatron.layout auto"
 """Where such an option got its value (``RunConfig.sources``)."""
 _SIZES = (
-    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
-    "expert_tensor_parallel_size", *PIPELINE_ENDS,
-)  # fmt: skip
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+    *PIPELINE_ENDS,
+)
 
 
 def load(
-    model: type[C], argv: Sequence[str], rules: Sequence[Rules[C]], *, choice: Choice[C] | None = None,
-    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
-) -> C:  # fmt: skip
+    model: type[C],
+    argv: Sequence[str],
+    rules: Sequence[Rules[C]],
+    *,
+    choice: Choice[C] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    chosen: Iterable[str] = (),
+) -> C:
     """Builds the configuration of a command from its words.
 
-    Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
-    resolved against the current directory. Nothing heavier than pydantic, PyYAML, safetensors and tokenizers is
-    imported, unless there is a data file of a form that pandas or pyarrow reads.
+    Precedence: defaults, then ``--config`` files in order, then the other words (the last one
+    wins). Relative paths are resolved against the current directory. Nothing heavier than pydantic,
+    PyYAML, safetensors and tokenizers is imported, unless there is a data file of a form that
+    pandas or pyarrow reads.
 
     Args:
         model: the options of the command.
-        argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--section.name value ...``,
+        argv: words after the program's name: ``--config FILE.yaml`` (repeatable),
+        ``--section.name value ...``,
             ``--help [section]`` (prints and exits with status 0).
-        rules: what is checked, for one report; called with a configuration whose types are right, which may break other
+        rules: what is checked, for one report; called with a configuration whose types are right,
+        which may break other
             rules.
         choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Raises:
-        ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
+        ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken
+        rules, absent files.
     """
     table = table_of(model)
     line = read_command_line(argv, table)
     if line.help_filter is not None:
-        own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
+        own_files = [
+            str(setting.value) for setting in line.settings if setting.name == "algo.module_path"
+        ]
         own_file = resolve_path(own_files[-1], "input") if own_files else None
         sys.stdout.write(format_help(line.help_filter, own_file, model))
         raise SystemExit(0)
-    settings = [found for name, value in (defaults or {}).items() for found in flattened(name, value, "default")]
+    settings = [
+        found
+        for name, value in (defaults or {}).items()
+        for found in flattened(name, value, "default")
+    ]
     of_files, broken = read_files(line.config_files, table)
     if any(not violation.options for violation in broken):
-        rules, choice = (), None  # of a file that could not be read: they would be about defaults that nobody meant
+        # of a file that could not be read: they would be about defaults that nobody meant
+        rules, choice = (), None
     draft = Draft(table, [*line.violations, *broken])
     return _build(model, draft, [*settings, *of_files, *line.settings], rules, choice, chosen)
 
 
 def load_config(
-    argv: Sequence[str], *, more_rules: Rules[RunConfig] | None = None, files: bool = True, **how: Any
+    argv: Sequence[str],
+    *,
+    more_rules: Rules[RunConfig] | None = None,
+    files: bool = True,
+    **how: Any,
 ) -> RunConfig:
-    """The configuration of a run, with all of its rules and ``more_rules``; without ``files`` data, reward and outputs
-    are neither needed nor looked at. ``how``: see :func:`load`."""
-    rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
+    """The configuration of a run, with all of its rules and ``more_rules``; without ``files`` data,
+    reward and outputs are neither needed nor looked at. ``how``: see :func:`load`."""
+    rules = [
+        check_config if files else check_settings,
+        *([more_rules] if more_rules is not None else []),
+    ]
     return load(RunConfig, argv, rules, **how)
 
 
-def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
-    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
-    settings = [setting for name, value in values.items() for setting in flattened(name, value, origin)]
-    return _build(RunConfig, Draft(option_table(), []), settings, [check_config if files else check_settings])
+def build_config(
+    values: Mapping[str, Any], *, origin: str = "code", files: bool = True
+) -> RunConfig:
+    """The same from dotted names, for programs and tests:
+    ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
+    settings = [
+        setting for name, value in values.items() for setting in flattened(name, value, origin)
+    ]
+    return _build(
+        RunConfig, Draft(option_table(), []), settings, [check_config if files else check_settings]
+    )
 
 
 @dataclass
@@ -380,14 +465,19 @@ class Draft:
 
     @property
     def tainted(self) -> set[str]:
-        """Options that are already complained about; no rule is checked on the defaults that stand in for them."""
+        """Options that are already complained about; no rule is checked on the defaults that stand
+        in for them."""
         return {option for violation in self.violations for option in violation.options}
 
 
 def _build(
-    model: type[C], draft: Draft, settings: Sequence[Setting], rules: Sequence[Rules[C]],
-    choice: Choice[C] | None = None, chosen: Iterable[str] = (),
-) -> C:  # fmt: skip
+    model: type[C],
+    draft: Draft,
+    settings: Sequence[Setting],
+    rules: Sequence[Rules[C]],
+    choice: Choice[C] | None = None,
+    chosen: Iterable[str] = (),
+) -> C:
     collect(draft, _todays(draft, settings))
     resolve_paths(draft)
     stand_in(draft)
@@ -410,17 +500,24 @@ def _build(
     # in the place of an estimator that is refused stands the default, whose critic nobody asked for
     prefix = ("critic.",) if "algo.advantage.estimator" in tainted else ()
     untainted = (v for found in findings for v in found.violations if tainted.isdisjoint(v.options))
-    draft.violations += [v for v in untainted if not any(name.startswith(prefix) for name in v.options)]
+    draft.violations += [
+        v for v in untainted if not any(name.startswith(prefix) for name in v.options)
+    ]
     if draft.violations:
         raise ConfigError(draft.violations)
-    config._warnings = (*draft.lines, *(warning for found in findings for warning in found.warnings))
+    config._warnings = (
+        *draft.lines,
+        *(warning for found in findings for warning in found.warnings),
+    )
     return config
 
 
 def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or 0.9 keeps its
-    defaults."""
-    earlier = {setting.name: setting for setting in settings if _is_earlier(setting.name, draft.table)}
+    """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or
+    0.9 keeps its defaults."""
+    earlier = {
+        setting.name: setting for setting in settings if _is_earlier(setting.name, draft.table)
+    }
     if not earlier:
         return iter(settings)
     values, faults = of_earlier({name: setting.value for name, setting in earlier.items()})
@@ -431,20 +528,28 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
         f"{', '.join(f'{name} {value_text(value)}' for name, value in values.items()) or 'nothing'}"
     )
     last = max(index for index, setting in enumerate(settings) if setting.name in earlier)
-    before, after = ([one for one in part if one.name not in earlier] for part in (settings[:last], settings[last:]))
-    of_old = [Setting(name, value, f"{origin}, in its earlier name") for name, value in values.items()]
+    before, after = (
+        [one for one in part if one.name not in earlier]
+        for part in (settings[:last], settings[last:])
+    )
+    of_old = [
+        Setting(name, value, f"{origin}, in its earlier name") for name, value in values.items()
+    ]
     defaults = []
     if any("." not in name for name in earlier):
         given = {setting.name for setting in (*before, *of_old, *after)}
         missing = {name: value for name, value in EARLIER_DEFAULTS.items() if name not in given}
-        defaults = [Setting(name, value, "default of OpenRLHF 0.9") for name, value in missing.items()]
+        defaults = [
+            Setting(name, value, "default of OpenRLHF 0.9") for name, value in missing.items()
+        ]
         said = ", ".join(f"{name} {value}" for name, value in missing.items())
         draft.lines.append(f"defaults of OpenRLHF 0.9, whose names are used: {said}")
     return iter([*defaults, *before, *of_old, *after])
 
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
-    """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
+    """Known settings into ``draft``. The last value wins, also over values above and below its name
+    in open maps."""
     unknown: list[Setting] = []
     for setting in settings:
         option = draft.table.find(setting.name)
@@ -459,7 +564,8 @@ def collect(draft: Draft, settings: Iterable[Setting]) -> None:
         draft.reject(unknown_option(setting, draft.table))
     if more := unknown[_SHOWN_UNKNOWN:]:
         said = (
-            f"and {len(more)} more unknown options, the last one {more[-1].name} ({more[-1].origin}): the right file?"
+            f"and {len(more)} more unknown options, the last one {more[-1].name} "
+            f"({more[-1].origin}): the right file?"
         )
         draft.reject(Violation(tuple(setting.name for setting in more), said))
 
@@ -478,7 +584,9 @@ def stand_in(draft: Draft) -> None:
             continue
         if ours in draft.values:
             if str(value) != str(draft.values[ours]):
-                draft.lines.append(no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}"))
+                draft.lines.append(
+                    no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}")
+                )
             continue
         draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
         if str(value) != str(draft.table[name].default):
@@ -486,25 +594,32 @@ def stand_in(draft: Draft) -> None:
 
 
 def _share_gpus(draft: Draft) -> None:
-    """What ``train.colocate_all`` asks for depends on whether engines sample while the policy trains."""
+    """What ``train.colocate_all`` asks for depends on whether engines sample while the policy
+    trains."""
     shares = _says(draft, "train.colocate_all")
-    streams = _says(draft, "train.async_enable") or str(draft.values.get("train.max_staleness") or 0) != "0"
+    streams = (
+        _says(draft, "train.async_enable")
+        or str(draft.values.get("train.max_staleness") or 0) != "0"
+    )
     if shares and not streams:
         if draft.values.get("vllm.sync_backend") == "nccl":
             draft.values["vllm.sync_backend"] = "auto"
             draft.lines.append(
-                "vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as in OpenRLHF"
+                "vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as "
+                "in OpenRLHF"
             )
         return
     if shares:
         draft.lines.append(
-            "train.colocate_all with rollouts beside training: the engines get GPUs of their own, the other models "
-            "share the policy's, as in OpenRLHF"
+            "train.colocate_all with rollouts beside training: the engines get GPUs of their "
+            "own, the other models share the policy's, as in OpenRLHF"
         )
     for name in ("ds.enable_sleep", "vllm.enable_sleep"):
         if _says(draft, name):
             del draft.values[name]
-            draft.lines.append(no_effect(name, True, "engines and policy share no GPU (train.colocate_all)"))
+            draft.lines.append(
+                no_effect(name, True, "engines and policy share no GPU (train.colocate_all)")
+            )
 
 
 def _says(draft: Draft, flag: str) -> bool:
@@ -513,7 +628,9 @@ def _says(draft: Draft, flag: str) -> bool:
 
 def as_chosen(draft: Draft, made: Mapping[str, Any]) -> None:
     """Takes the options that ``megatron.layout auto`` came to."""
-    draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
+    draft.origins |= {
+        name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins
+    }
     draft.values |= made
 
 
@@ -531,13 +648,16 @@ def resolve_paths(draft: Draft) -> None:
             continue
         if (fault := _path_fault(value.split(",") if kind == "input" else [value])) is not None:
             got = f"got {value_text(value)!r:.200} ({draft.origins[name]})"
-            draft.reject(Violation((name,), f"{name} must not be or hold {fault}: {got}; leave it out"), name)
+            draft.reject(
+                Violation((name,), f"{name} must not be or hold {fault}: {got}; leave it out"), name
+            )
         else:
             draft.values[name] = resolve_path(value, kind)
 
 
 def _path_fault(parts: Iterable[str]) -> str | None:
-    """What is wrong with one of several paths: it is empty (the current directory?), or no name of a file at all."""
+    """What is wrong with one of several paths: it is empty (the current directory?), or no name of
+    a file at all."""
     for part in parts:
         if not part.strip():
             return "an empty path"
@@ -547,7 +667,9 @@ def _path_fault(parts: Iterable[str]) -> str | None:
             continue
         except (OSError, ValueError) as error:  # too long, a NUL, links that go round
             if not is_url(part):
-                return f"a path that cannot be looked up ({getattr(error, 'strerror', None) or error})"
+                return (
+                    f"a path that cannot be looked up ({getattr(error, 'strerror', None) or error})"
+                )
     return None
 
 
@@ -556,13 +678,17 @@ def _derive_paths(draft: Draft) -> None:
     values, table = draft.values, draft.table
     for name in {"ckpt.output_dir", "ckpt.path"} & table.keys():
         values.setdefault(name, resolve_path(table[name].default, "output"))
-    for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
+    for name, leaf in (
+        ("logger.metrics_path", "metrics.jsonl"),
+        ("logger.figure_path", "training.png"),
+    ):
         if name in table and values.get(name) is None:
             values[name] = os.fspath(Path(str(values["ckpt.output_dir"])) / leaf)
 
 
 def typed(draft: Draft, model: type[C]) -> C:
-    """The model of the settings that have the right types; the others are reported and left at their defaults."""
+    """The model of the settings that have the right types; the others are reported and left at
+    their defaults."""
     found = read(model, nest(draft.values))
     if not isinstance(found, list):
         return found
@@ -592,7 +718,9 @@ def note_unsupported(draft: Draft, config: Configuration) -> None:
     """Options that are not built, a fault each, and those that mean nothing here, a line each."""
     for name, option in draft.table.items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
-            said = option.unsupported.message(name, value_text(value), draft.origins.get(name, "default"))
+            said = option.unsupported.message(
+                name, value_text(value), draft.origins.get(name, "default")
+            )
             if option.unsupported.yet:
                 draft.violations.append(Violation((name,), said))
             else:

@@ -1,7 +1,8 @@
-"""Records of data: one reader of prompts, labels, messages and answers, for a run, its checks and evaluations alike.
+"""Records of data: one reader of prompts, labels, messages and answers, for a run, its checks and
+evaluations alike.
 
-A value has the type that it has in the file: a text of a JSON file stays a text, whatever it looks like, an integer
-stays an integer with all of its digits, and each field of a CSV file is a text.
+A value has the type that it has in the file: a text of a JSON file stays a text, whatever it looks
+like, an integer stays an integer with all of its digits, and each field of a CSV file is a text.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout
 """Names of splits that are not for training, the first that a data set has is evaluated."""
 TOOLS_ARE_NOT_READ = "the key 'tools' is not read: put the tools into a system message"
 _FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-_NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")  # else they would be read as JSON
+# else they would be read as JSON
+_NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")
 Chat = list[dict[str, Any]]
 Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and what stands there
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers`` the label is an
-    answer to train on, and where there is no label the prompt is a chat that ends in one."""
+    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers``
+    the label is an answer to train on, and where there is no label the prompt is a chat that ends
+    in one."""
 
     prompt: str
     label: str | None = None
@@ -52,13 +55,14 @@ class Wanted:
     label_option: str = "data.label_key"
 
 
-# ---- what a data set is -----------------------------------------------------------------------------------------
+# ---- what a data set is
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
-    """One split of a data set: ``files`` of one form that the reader below reads, or ``rows``, a Hugging Face data set
-    of a form that only the library ``datasets`` knows."""
+    """One split of a data set: ``files`` of one form that the reader below reads, or ``rows``, a
+    Hugging Face data set of a form that only the library ``datasets`` knows."""
 
     path: str
     form: str = ""
@@ -79,7 +83,8 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
     """The split of a data set, which is downloaded if it is a hub's.
 
     Args:
-        split: None: a held-out one (``HELD_OUT_SPLITS``) where the data set has several, else the only one.
+        split: None: a held-out one (``HELD_OUT_SPLITS``) where the data set has several, else the
+        only one.
 
     Raises:
         InputError: there is no such split, or the data set cannot be read.
@@ -87,12 +92,15 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
     if ref.is_file:
         if ref.folder is not None:
             raise InputError(
-                f"{ref.path}@{ref.folder}: only a folder or a hub name takes an @, which names a folder inside of it; "
-                "shares of several data sets are an option of their own (data.prompt_probs, data.dataset_probs)"
+                f"{ref.path}@{ref.folder}: only a folder or a hub name takes an @, which names a "
+                "folder inside of it; shares of several data sets are an option of their own "
+                "(data.prompt_probs, data.dataset_probs)"
             )
         if split not in ("train", None):
-            raise InputError(f"{ref.path} is a file, which has one split, train: got {split!r}; leave the split out "
-                "(data.prompt_split, data.dataset_split, eval.split)")
+            raise InputError(
+                f"{ref.path} is a file, which has one split, train: got {split!r}; leave the "
+                "split out (data.prompt_split, data.dataset_split, eval.split)"
+            )
         return Source(ref.path, files=(ref.path,))
     import datasets
 
@@ -115,9 +123,16 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
 def _say_what_is_left_out(folder: Path, form: str) -> None:
     """Of a folder with files of several forms ``datasets`` takes those of one."""
     data = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in DATA_SUFFIXES)
-    others = [path.name for path in data if _form_of(path) != form and not path.name.startswith(("dataset_info", "."))]
+    others = [
+        path.name
+        for path in data
+        if _form_of(path) != form and not path.name.startswith(("dataset_info", "."))
+    ]
     if others:
-        warn_once(f"{folder}: its {form} files are read, and no file of another form: {', '.join(others[:3])}")
+        warn_once(
+            f"{folder}: its {form} files are read, and no file of another form: "
+            f"{', '.join(others[:3])}"
+        )
 
 
 def _form_of(path: Path) -> str:
@@ -138,16 +153,24 @@ def _chosen(path: str, names: list[str], split: str | None) -> str:
 
 
 def read_records(
-    value: str, split: str | None, wanted: Wanted, most: int, probabilities: str | None = None, seed: int = 0
+    value: str,
+    split: str | None,
+    wanted: Wanted,
+    most: int,
+    probabilities: str | None = None,
+    seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """The records of all data sets of a value, at most ``most`` of each and of all, in order, or interleaved as
+    """The records of all data sets of a value, at most ``most`` of each and of all, in order, or
+    interleaved as
     ``datasets.interleave_datasets`` does by ``probabilities`` (OpenRLHF's ``blending_datasets``).
 
     Raises:
         InputError: a record cannot be used (with its place), or a data set cannot be read.
     """
     sources = [open_source(ref, split) for ref in dataset_refs(value)]
-    sets = [_usable(islice(source.records(wanted), most), source.path, wanted) for source in sources]
+    sets = [
+        _usable(islice(source.records(wanted), most), source.path, wanted) for source in sources
+    ]
     if probabilities is None:
         yield from islice(chain.from_iterable(sets), most)
         return
@@ -178,12 +201,14 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-# ---- what is asked of records -----------------------------------------------------------------------------------
+# ---- what is asked of records
+# -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Scan:
-    """What a data set holds: number of records, keys of the first, the first six faults with places."""
+    """What a data set holds: number of records, keys of the first, the first six faults with
+    places."""
 
     records: int = 0
     keys: tuple[str, ...] = ()
@@ -209,7 +234,8 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
 
 
 def record_fault(record: Any, wanted: Wanted) -> str | None:
-    """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its label is there."""
+    """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its
+    label is there."""
     if isinstance(record, InputError):
         return str(record)
     if not isinstance(record, dict):
@@ -218,7 +244,10 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
     if not prompt and prompt != 0:
         return f"has {'no' if wanted.prompt not in record else 'an empty'} {wanted.prompt!r}"
     if wanted.chat and isinstance(prompt, str) and _is_chat_as_text(prompt):
-        return f"has a list of messages under {wanted.prompt!r} that is written as one text: write it as a list (JSON)"
+        return (
+            f"has a list of messages under {wanted.prompt!r} that is written as one text: write it "
+            "as a list (JSON)"
+        )
     if not isinstance(prompt, str) and (fault := _messages_fault(prompt, wanted.chat)) is not None:
         return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
     if wanted.label is not None:
@@ -227,9 +256,13 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
             return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
         try:
             json.dumps(label, allow_nan=False)
-        except (TypeError, ValueError) as error:  # a grader in another process or machine could not be sent it
+        # a grader in another process or machine could not be sent it
+        except (TypeError, ValueError) as error:
             kind = type_name(label)
-            return f"has a {kind} under {wanted.label!r} that JSON cannot hold ({error}): write it as a text"
+            return (
+                f"has a {kind} under {wanted.label!r} that JSON cannot hold ({error}): write it "
+                "as a text"
+            )
     return _answer_fault(record, wanted) if wanted.answers else None
 
 
@@ -238,13 +271,23 @@ def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
     if wanted.label is None:
         if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
             return None
-        return f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the assistant's"
+        return (
+            f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the "
+            "assistant's"
+        )
     if isinstance(answer, str) and isinstance(prompt, str):
         return None
-    if isinstance(prompt, list) and isinstance(answer, list) and _messages_fault(answer, True) is None:
+    if (
+        isinstance(prompt, list)
+        and isinstance(answer, list)
+        and _messages_fault(answer, True) is None
+    ):
         return None
     need = "both must be texts" + (", or both lists of messages" if wanted.chat else "")
-    return f"has a {type_name(prompt)} under {wanted.prompt!r} and a {type_name(answer)} under {wanted.label!r}; {need}"
+    return (
+        f"has a {type_name(prompt)} under {wanted.prompt!r} and a {type_name(answer)} under "
+        f"{wanted.label!r}; {need}"
+    )
 
 
 def _messages_fault(prompt: Any, chat: bool) -> str | None:
@@ -252,9 +295,15 @@ def _messages_fault(prompt: Any, chat: bool) -> str | None:
         return "a text, or with data.apply_chat_template a list of messages"
     if not isinstance(prompt, list):
         return "a text or a list of messages"
-    roles = (isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
+    roles = (
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt
+    )
     contents = (isinstance(m, dict) and isinstance(as_text(m.get("content")), str) for m in prompt)
-    return None if all(roles) and all(contents) else "a list of messages, each with the texts 'role' and 'content'"
+    return (
+        None
+        if all(roles) and all(contents)
+        else "a list of messages, each with the texts 'role' and 'content'"
+    )
 
 
 def _is_chat_as_text(prompt: str) -> bool:
@@ -266,8 +315,8 @@ def _is_chat_as_text(prompt: str) -> bool:
 
 
 def as_text(content: Any) -> Any:
-    """The text of a message whose content is a list of parts that are texts; anything else as it is. A template of a
-    model that knows texts alone would write such a list as Python does."""
+    """The text of a message whose content is a list of parts that are texts; anything else as it
+    is. A template of a model that knows texts alone would write such a list as Python does."""
     parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
@@ -281,16 +330,20 @@ def as_chat(prompt: str | Chat, role: str = "user") -> Chat:
     return [{**message, "content": as_text(message["content"])} for message in prompt]
 
 
-# ---- forms of files ---------------------------------------------------------------------------------------------
+# ---- forms of files
+# ---------------------------------------------------------------------------------------------
 
 
 def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Records:
-    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all. The form follows from
-    the end of the name: a file that is no .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of
-    records that cannot be read. Raises InputError where it cannot be read on."""
+    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all.
+    The form follows from the end of the name: a file that is no .csv, .parquet or .arrow is read as
+    JSON. InputErrors stand in the place of records that cannot be read. Raises InputError where it
+    cannot be read on."""
     suffix = Path(path).suffix.lower()
     if suffix in _NOT_READ:
-        raise InputError(f"{path}: {suffix} is not read: write it as .jsonl, .json, .csv, .parquet or .arrow")
+        raise InputError(
+            f"{path}: {suffix} is not read: write it as .jsonl, .json, .csv, .parquet or .arrow"
+        )
     form = form or _form_of(Path(path))
     if form == "json":
         yield from _json_records(path)
@@ -321,18 +374,21 @@ def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
         reader = csv.DictReader(file, strict=True)
         names = reader.fieldnames or []
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"{path}: its first line has the column {twice[0]!r} twice; rename one of them")
+            raise InputError(
+                f"{path}: its first line has the column {twice[0]!r} twice; rename one of them"
+            )
         for row in reader:
             if None in row:
                 raise InputError(
-                    f"{path}, line {reader.line_num} has more fields than the first line; separate fields by commas, "
-                    "and put texts with commas in quotes"
+                    f"{path}, line {reader.line_num} has more fields than the first line; "
+                    "separate fields by commas, and put texts with commas in quotes"
                 )
             yield {name: text or None for name, text in row.items()}
 
 
 def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[str, Any]]:
-    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not wanted, as null."""
+    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not
+    wanted, as null."""
     import pyarrow.parquet
 
     with pyarrow.OSFile(path) as file:
@@ -343,27 +399,41 @@ def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[st
             try:
                 stream = pyarrow.ipc.open_stream(file)
                 schema, batches = stream.schema, iter(stream)
-            except pyarrow.ArrowInvalid:  # the other format, as datasets/packaged_modules/arrow/arrow.py:42
+            # the other format, as datasets/packaged_modules/arrow/arrow.py:42
+            except pyarrow.ArrowInvalid:
                 whole = pyarrow.ipc.open_file(file)
-                schema, batches = whole.schema, map(whole.get_batch, range(whole.num_record_batches))
+                schema, batches = (
+                    whole.schema,
+                    map(whole.get_batch, range(whole.num_record_batches)),
+                )
         names = schema.names
         columns = names
         if wanted is not None:
-            columns = [name for name in (wanted.prompt, wanted.label, "datasource") if name in names]
+            columns = [
+                name for name in (wanted.prompt, wanted.label, "datasource") if name in names
+            ]
         if form == "parquet":
             batches = parquet.iter_batches(columns=columns)
         features = _json_features(schema)
         others = dict.fromkeys(names)
         for batch in batches:
-            batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and this dies
+            # or offsets of a damaged file are followed out of the buffers, and this dies
+            batch.validate(full=True)
             for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
-                decoded = row if features is None else features.decode_example({**dict.fromkeys(names), **row})
-                yield others | _without_nulls_of_messages({name: decoded[name] for name in row}, wanted)
+                decoded = (
+                    row
+                    if features is None
+                    else features.decode_example({**dict.fromkeys(names), **row})
+                )
+                yield others | _without_nulls_of_messages(
+                    {name: decoded[name] for name in row}, wanted
+                )
                 others = {}
 
 
 def _json_features(schema: Any) -> Any:
-    """What ``datasets`` says of columns whose values it keeps as JSON texts; None where there are none."""
+    """What ``datasets`` says of columns whose values it keeps as JSON texts; None where there are
+    none."""
     if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
         return None
     from datasets import Features
@@ -372,7 +442,8 @@ def _json_features(schema: Any) -> Any:
 
 
 def _without_nulls_of_messages(row: dict[str, Any], wanted: Wanted | None) -> dict[str, Any]:
-    """A table gives every message, and the arguments of every call, the keys of all: null where it had no such key."""
+    """A table gives every message, and the arguments of every call, the keys of all: null where it
+    had no such key."""
     if wanted is None:
         return row
     chats = (wanted.prompt, wanted.label if wanted.answers else None)

@@ -1,7 +1,9 @@
-"""Rules between options: each once, a small function of the configuration; a section's own rules stand in its file.
+"""Rules between options: each once, a small function of the configuration; a section's own rules
+stand in its file.
 
-What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen when Ray places the
-actors; and what needs torch to know (the options of an estimator, the tensors of a model), which
+What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen
+when Ray places the actors; and what needs torch to know (the options of an estimator, the tensors
+of a model), which
 ``openrlhf_ext.driver.preflight`` adds to the same report.
 """
 
@@ -25,7 +27,12 @@ from openrlhf_ext.config.files import (
     model_folder,
     names_code,
 )
-from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
+from openrlhf_ext.config.model_rules import (
+    local_shape,
+    model_violations,
+    scaled_models,
+    trained_violations,
+)
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, shown
@@ -37,11 +44,18 @@ from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS,
 from openrlhf_ext.options.table import Configuration
 
 # a violation has its options and its words, as in a table
-# fmt: off
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
-RESERVED_KEYS = {"kl": "algo.kl.*", "correction": "algo.advantage.is_correction_*", "name": "algo.advantage.estimator"}
-_ACTOR, _GUIDE, _REWARD = "actor.model_name_or_path", "guide.model_name_or_path", "reward.model_name_or_path"
+RESERVED_KEYS = {
+    "kl": "algo.kl.*",
+    "correction": "algo.advantage.is_correction_*",
+    "name": "algo.advantage.estimator",
+}
+_ACTOR, _GUIDE, _REWARD = (
+    "actor.model_name_or_path",
+    "guide.model_name_or_path",
+    "reward.model_name_or_path",
+)
 _HOST_COPY = ", or leave both out for a copy in the policy's host memory"
 _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
@@ -53,7 +67,8 @@ class Findings:
 
 
 def check_config(config: RunConfig) -> Findings:
-    """Every rule, on a configuration whose types are right. Reads small parts of the files it names."""
+    """Every rule, on a configuration whose types are right. Reads small parts of the files it
+    names."""
     found = check_settings(config)
     return Findings((*found.violations, *file_violations(config)), found.warnings)
 
@@ -63,7 +78,9 @@ def check_settings(config: RunConfig) -> Findings:
     found = check_sections(config)
     of_rules = (violation for rule in RULES for violation in rule(config))
     warnings = (warning for rule in WARNINGS for warning in rule(config))
-    return Findings((*model_violations(config), *of_rules, *found.violations), (*warnings, *found.warnings))
+    return Findings(
+        (*model_violations(config), *of_rules, *found.violations), (*warnings, *found.warnings)
+    )
 
 
 def check_supervised(config: SupervisedConfig) -> Findings:
@@ -71,28 +88,55 @@ def check_supervised(config: SupervisedConfig) -> Findings:
     found = check_sections(config)
     chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
     rules = (
-        trained_layout, optimizer_on_host, recomputation, precision.parameters, output_violations, example_violations,
+        trained_layout,
+        optimizer_on_host,
+        recomputation,
+        precision.parameters,
+        output_violations,
+        example_violations,
         launcher,
-    )  # fmt: skip
+    )
     of_rules = [violation for rule in rules for violation in rule(config)]
     if config.fp8.rollout_enable:
-        of_rules.append(Violation(("fp8.rollout_enable",),
-            "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))
+        of_rules.append(
+            Violation(
+                ("fp8.rollout_enable",),
+                "fp8.rollout_enable is about rollout engines, which supervised training has "
+                "not: leave it out",
+            )
+        )
     warnings = (*unexecuted_code(config), *found.warnings)
-    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings)
+    return Findings(
+        (*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings
+    )
 
 
 def launcher(config: SupervisedConfig) -> Iterator[Violation]:
-    """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were asked for."""
+    """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were
+    asked for."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not (value := os.environ.get(name, "0")).isdecimal():
-            yield Violation((), f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; unset it")
+            yield Violation(
+                (),
+                f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; "
+                "unset it",
+            )
     if "WORLD_SIZE" not in os.environ:
         return
-    option, ranks, total = "model.num_gpus_per_node", config.model.num_gpus_per_node, config.world_size
-    if ranks is not None and (total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)):
-        yield Violation((option,), f"{option} {ranks} contradicts the launcher, which started {total} ranks "
-            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts ranks itself")
+    option, ranks, total = (
+        "model.num_gpus_per_node",
+        config.model.num_gpus_per_node,
+        config.world_size,
+    )
+    if ranks is not None and (
+        total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)
+    ):
+        yield Violation(
+            (option,),
+            f"{option} {ranks} contradicts the launcher, which started {total} ranks "
+            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts "
+            "ranks itself",
+        )
 
 
 def check_sections(config: Configuration) -> Findings:
@@ -110,7 +154,8 @@ def _sections(section: Section) -> Iterator[Section]:
             yield from _sections(value)
 
 
-# ---- ranks and layouts -------------------------------------------------------------------------------------------
+# ---- ranks and layouts
+# -------------------------------------------------------------------------------------------
 
 
 def trained_layout(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
@@ -121,19 +166,30 @@ def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
     """Every data-parallel rank has a sample of an update."""
     if next(config.layout.problems(), None) is not None:
         return  # another rule says so
-    ranks, samples = config.layout.data_parallel_size, min(config.train.batch_size, config.samples_per_rollout)
+    ranks, samples = (
+        config.layout.data_parallel_size,
+        min(config.train.batch_size, config.samples_per_rollout),
+    )
     if ranks > samples > 0:
-        yield Violation(("actor.num_nodes", "train.batch_size"),
-            f"the policy has {ranks} data-parallel ranks, and an update {samples} samples (train.batch_size): give at "
-            "least as many, or cut the policy into more parts (megatron.*_parallel_size)")
+        yield Violation(
+            ("actor.num_nodes", "train.batch_size"),
+            f"the policy has {ranks} data-parallel ranks, and an update {samples} samples "
+            "(train.batch_size): give at least as many, or cut the policy into more parts "
+            "(megatron.*_parallel_size)",
+        )
 
 
 def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
-    if config.profile.steps is not None and max(config.profile.ranks, default=0) >= config.world_size:
+    if (
+        config.profile.steps is not None
+        and max(config.profile.ranks, default=0) >= config.world_size
+    ):
         ranks = " ".join(map(str, config.profile.ranks))
-        yield Violation(("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
-            f"profile.ranks must be below actor.num_nodes * actor.num_gpus_per_node = {config.world_size}: got "
-            f"{ranks}; ranks are counted from 0")
+        yield Violation(
+            ("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
+            "profile.ranks must be below actor.num_nodes * actor.num_gpus_per_node = "
+            f"{config.world_size}: got {ranks}; ranks are counted from 0",
+        )
 
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
@@ -143,91 +199,139 @@ def critic_layout(config: RunConfig) -> Iterator[Violation]:
 
 
 def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Iterator[Violation]:
-    """``prefix`` names the options of the layout, ``ranks`` those whose product is the number of ranks."""
+    """``prefix`` names the options of the layout, ``ranks`` those whose product is the number of
+    ranks."""
     named = {"world_size": ranks, "sequence_parallel": f"{prefix}.sequence_parallel_enable"}
     inherited = "" if prefix == "megatron" else f" (what {prefix} leaves out is that of megatron.*)"
     for names, problem in layout.problems(lambda field: named.get(field, f"{prefix}.{field}")):
-        yield Violation(tuple(option for name in names for option in name.split(" * ")), problem + inherited)
+        yield Violation(
+            tuple(option for name in names for option in name.split(" * ")), problem + inherited
+        )
 
 
 def nodes(config: RunConfig) -> Iterator[Violation]:
     """Tensor-parallel groups, which communicate in every layer, fit into a node."""
     tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
     if tp > per_node and config.actor.num_nodes > 1:
-        yield Violation(("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
-            f"megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer would wait for the "
-            f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes")
+        yield Violation(
+            ("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
+            "megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer "
+            f"would wait for the network: got {tp} and {per_node}; use "
+            "megatron.pipeline_parallel_size between nodes",
+        )
 
 
 def optimizer_on_host(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
     """Adam's states wait in host memory as the distributed optimizer shares them out."""
     name = "megatron.distributed_optimizer_enable"
     if config.ds.optimizer_on_host and not config.megatron.distributed_optimizer_enable:
-        yield Violation(("ds.adam_offload", name),
-            f"ds.adam_offload needs {name}, which is the default: got false; leave one of the two out")
+        yield Violation(
+            ("ds.adam_offload", name),
+            f"ds.adam_offload needs {name}, which is the default: got false; leave one of the "
+            "two out",
+        )
 
 
 def recomputation(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
     name = f"{config.trained}.gradient_checkpointing_enable"
     if value_of(config, name) and config.megatron.recompute == "none":
-        yield Violation((name, "megatron.recompute"),
-            f"{name} and megatron.recompute none disagree; keep one of them")
+        yield Violation(
+            (name, "megatron.recompute"),
+            f"{name} and megatron.recompute none disagree; keep one of them",
+        )
 
 
 def colocation(config: RunConfig) -> Iterator[Violation]:
     """Every GPU that engines share holds one policy rank and one worker of an engine."""
     engines, engine_tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
     if config.engines_share_gpus and config.world_size != engines * engine_tp:
-        yield Violation(("train.colocate_all", "actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines",
-                "vllm.tensor_parallel_size"),
-            f"train.colocate_all puts one policy rank and one engine worker on every GPU: actor.num_nodes * "
-            f"actor.num_gpus_per_node must equal vllm.num_engines * vllm.tensor_parallel_size, got {config.world_size} "
-            f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks")
-    shared = ("critic", config.critic_ranks, "critic"), ("reward", config.reward_ranks, "reward model")
+        yield Violation(
+            (
+                "train.colocate_all",
+                "actor.num_nodes",
+                "actor.num_gpus_per_node",
+                "vllm.num_engines",
+                "vllm.tensor_parallel_size",
+            ),
+            "train.colocate_all puts one policy rank and one engine worker on every GPU: "
+            "actor.num_nodes * actor.num_gpus_per_node must equal vllm.num_engines * "
+            f"vllm.tensor_parallel_size, got {config.world_size} and {engines} * {engine_tp} = "
+            f"{engines * engine_tp}; change vllm.num_engines or the number of ranks",
+        )
+    shared = (
+        ("critic", config.critic_ranks, "critic"),
+        ("reward", config.reward_ranks, "reward model"),
+    )
     for section, ranks, what in shared if config.train.colocate_all else ():
         if ranks > config.world_size:
-            yield Violation((f"{section}.num_gpus_per_node", f"{section}.num_nodes", "train.colocate_all"),
-                f"{section}.num_nodes * {section}.num_gpus_per_node must not exceed the policy's ranks with "
-                f"train.colocate_all, whose GPUs the {what} shares: got {ranks} and {config.world_size}")
+            yield Violation(
+                (f"{section}.num_gpus_per_node", f"{section}.num_nodes", "train.colocate_all"),
+                f"{section}.num_nodes * {section}.num_gpus_per_node must not exceed the policy's "
+                f"ranks with train.colocate_all, whose GPUs the {what} shares: got {ranks} and "
+                f"{config.world_size}",
+            )
 
 
 def fewer_engines(config: RunConfig) -> Iterator[Violation]:
     fewest, engines = config.vllm.min_engines, config.vllm.num_engines
     for option, needs_all, why in (
-        ("train.colocate_all", config.engines_share_gpus, "a policy rank would be lost with the GPUs of an engine"),
-        (_GUIDE, config.guide_samples > 0, "every group needs the guide's engines too, which cannot be fewer"),
+        (
+            "train.colocate_all",
+            config.engines_share_gpus,
+            "a policy rank would be lost with the GPUs of an engine",
+        ),
+        (
+            _GUIDE,
+            config.guide_samples > 0,
+            "every group needs the guide's engines too, which cannot be fewer",
+        ),
     ):
         if needs_all and fewest is not None and fewest < engines:
-            yield Violation(("vllm.min_engines", option),
-                f"vllm.min_engines must be vllm.num_engines with {option}, {why}: got {fewest} and {engines}; leave "
-                "one of the two out")
+            yield Violation(
+                ("vllm.min_engines", option),
+                f"vllm.min_engines must be vllm.num_engines with {option}, {why}: got {fewest} "
+                f"and {engines}; leave one of the two out",
+            )
 
 
 def rollbacks(config: RunConfig) -> Iterator[Violation]:
     if config.train.rollback_on and (not config.ckpt.saves or config.ckpt.disable_ds):
-        yield Violation(("train.rollback_on", "ckpt.save_steps", "ckpt.disable_ds"),
-            "train.rollback_on needs checkpoints to resume from: set ckpt.save_steps without ckpt.disable_ds, or leave "
-            "train.rollback_on out")
+        yield Violation(
+            ("train.rollback_on", "ckpt.save_steps", "ckpt.disable_ds"),
+            "train.rollback_on needs checkpoints to resume from: set ckpt.save_steps without "
+            "ckpt.disable_ds, or leave train.rollback_on out",
+        )
 
 
 def corridor_and_restarts(config: RunConfig) -> Iterator[Violation]:
-    if config.train.corridor and config.train.corridor_action == "fail" and config.train.max_restarts:
-        yield Violation(("train.corridor_action", "train.max_restarts"),
-            f"train.corridor_action fail ends a run that train.max_restarts {config.train.max_restarts} would start "
-            "again: leave one of them out")
+    if (
+        config.train.corridor
+        and config.train.corridor_action == "fail"
+        and config.train.max_restarts
+    ):
+        yield Violation(
+            ("train.corridor_action", "train.max_restarts"),
+            "train.corridor_action fail ends a run that train.max_restarts "
+            f"{config.train.max_restarts} would start again: leave one of them out",
+        )
 
 
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
-        yield Violation(("vllm.sync_backend", "train.full_determinism_enable"),
-            "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
-            "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
-            "train.full_determinism_enable; use auto or gloo, or leave one of the two out")
+        yield Violation(
+            ("vllm.sync_backend", "train.full_determinism_enable"),
+            "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and "
+            "batch-invariant engines (train.full_determinism_enable) have others, one channel "
+            "and one thread: got nccl and train.full_determinism_enable; use auto or gloo, or "
+            "leave one of the two out",
+        )
     if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
-        yield Violation(options,
-            "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and engines on others; "
-            "use auto or nccl")
+        yield Violation(
+            options,
+            "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and "
+            "engines on others; use auto or nccl",
+        )
 
 
 def adapters(config: RunConfig) -> Iterator[Violation]:
@@ -237,166 +341,236 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
         return
     name = "ds.lora.rank" if lora.rank else "ds.lora.path"
     if config.has_critic:
-        yield Violation((name, "algo.advantage.estimator"),
-            f"{name} is of the policy alone, and OpenRLHF would give the critic of algo.advantage.estimator gae "
-            "adapters too, which no critic has here: use an estimator without a critic, or leave ds.lora.* out")
+        yield Violation(
+            (name, "algo.advantage.estimator"),
+            f"{name} is of the policy alone, and OpenRLHF would give the critic of "
+            "algo.advantage.estimator gae adapters too, which no critic has here: use an "
+            "estimator without a critic, or leave ds.lora.* out",
+        )
     if config.vllm.lora == "adapter" and config.fp8.rollout_enable:
-        yield Violation((name, "vllm.lora", "fp8.rollout_enable"),
-            "vllm.lora adapter does not go with fp8.rollout_enable, the engines' layers are in FP8: set vllm.lora "
-            "merged, or leave fp8.rollout_enable out")
+        yield Violation(
+            (name, "vllm.lora", "fp8.rollout_enable"),
+            "vllm.lora adapter does not go with fp8.rollout_enable, the engines' layers are in "
+            "FP8: set vllm.lora merged, or leave fp8.rollout_enable out",
+        )
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:
-    """A reference policy is either a copy in the policy's host memory or a group of ranks of its own."""
+    """A reference policy is either a copy in the policy's host memory or a group of ranks of its
+    own."""
     options = ("ref.num_nodes", "ref.num_gpus_per_node")
     if not config.has_reference or not any(is_set(config, option) for option in options):
         return
     own = config.ref.num_nodes * config.ref.num_gpus_per_node
     if config.train.colocate_actor_ref or config.train.colocate_all:
         if own != config.world_size:
-            yield Violation((*options, "train.colocate_actor_ref", "train.colocate_all"),
-                f"a reference policy colocated with the policy has its ranks: ref.num_nodes * ref.num_gpus_per_node = "
-                f"{own}, actor.num_nodes * actor.num_gpus_per_node = {config.world_size}; make them equal or leave "
-                f"ref.num_nodes and ref.num_gpus_per_node out")
+            yield Violation(
+                (*options, "train.colocate_actor_ref", "train.colocate_all"),
+                "a reference policy colocated with the policy has its ranks: ref.num_nodes * "
+                f"ref.num_gpus_per_node = {own}, actor.num_nodes * actor.num_gpus_per_node = "
+                f"{config.world_size}; make them equal or leave ref.num_nodes and "
+                "ref.num_gpus_per_node out",
+            )
         return
     yield from _whole_copies("ref", own, config)
     if config.ref.offload:
-        yield Violation(("ref.offload", *options),
-            f"ref.offload keeps the reference in the policy's host memory, ref.num_nodes * ref.num_gpus_per_node = "
-            f"{own} gives it ranks of its own: leave one of them out, or set train.colocate_actor_ref")
+        yield Violation(
+            ("ref.offload", *options),
+            "ref.offload keeps the reference in the policy's host memory, ref.num_nodes * "
+            f"ref.num_gpus_per_node = {own} gives it ranks of its own: leave one of them out, or "
+            "set train.colocate_actor_ref",
+        )
 
 
-def _whole_copies(section: str, ranks: int, config: RunConfig, remedy: str = _HOST_COPY) -> Iterator[Violation]:
+def _whole_copies(
+    section: str, ranks: int, config: RunConfig, remedy: str = _HOST_COPY
+) -> Iterator[Violation]:
     """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
     size = config.layout.model_parallel_size
     if ranks % size:
-        yield Violation((f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
-            f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
-            f"policy, whose layout the model has: got {ranks} and {size}; use another number{remedy}")
+        yield Violation(
+            (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
+            f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks "
+            f"of one copy of the policy, whose layout the model has: got {ranks} and {size}; use "
+            f"another number{remedy}",
+        )
 
 
 def reward_model(config: RunConfig) -> Iterator[Violation]:
-    """A reward model has ranks, and grades whole batches, after what would have to know the grades before."""
+    """A reward model has ranks, and grades whole batches, after what would have to know the grades
+    before."""
     if not config.has_reward_model:
         return
     yield from _whole_copies("reward", config.reward_ranks, config, "")
     if config.critic_shares_with_reward and config.critic_ranks != config.reward_ranks:
-        yield Violation(("train.colocate_critic_reward", "critic.num_nodes", "critic.num_gpus_per_node",
-                "reward.num_nodes", "reward.num_gpus_per_node"),
-            f"train.colocate_critic_reward puts one rank of critic and reward model on every GPU: critic.num_nodes * "
-            f"critic.num_gpus_per_node must equal reward.num_nodes * reward.num_gpus_per_node, got "
-            f"{config.critic_ranks} and {config.reward_ranks}; make them equal, or leave train.colocate_critic_reward "
-            "out")
+        yield Violation(
+            (
+                "train.colocate_critic_reward",
+                "critic.num_nodes",
+                "critic.num_gpus_per_node",
+                "reward.num_nodes",
+                "reward.num_gpus_per_node",
+            ),
+            "train.colocate_critic_reward puts one rank of critic and reward model on every "
+            "GPU: critic.num_nodes * critic.num_gpus_per_node must equal reward.num_nodes * "
+            f"reward.num_gpus_per_node, got {config.critic_ranks} and {config.reward_ranks}; "
+            "make them equal, or leave train.colocate_critic_reward out",
+        )
     remedy = "leave it out, or grade with reward.remote_url or an agent"
     if config.algo.dynamic_filtering_enable:
-        yield Violation(("algo.dynamic_filtering_enable", _REWARD),
-            f"algo.dynamic_filtering_enable needs rewards that come with the responses, and {_REWARD} scores whole "
-            f"batches (as in OpenRLHF): {remedy}")
+        yield Violation(
+            ("algo.dynamic_filtering_enable", _REWARD),
+            "algo.dynamic_filtering_enable needs rewards that come with the responses, and "
+            f"{_REWARD} scores whole batches (as in OpenRLHF): {remedy}",
+        )
     if config.eval.dataset is not None:
-        yield Violation(("eval.dataset", _REWARD),
-            f"eval.dataset needs rewards that come with the responses, and {_REWARD} scores batches of training only "
-            f"(as in OpenRLHF): {remedy}")
+        yield Violation(
+            ("eval.dataset", _REWARD),
+            f"eval.dataset needs rewards that come with the responses, and {_REWARD} scores "
+            f"batches of training only (as in OpenRLHF): {remedy}",
+        )
 
 
 def guide(config: RunConfig) -> Iterator[Violation]:
     estimator = config.algo.advantage.estimator
     if estimator == DISTILLATION and not config.has_guide:
-        yield Violation((_GUIDE, "algo.advantage.estimator"),
-            f"{_GUIDE} is required with algo.advantage.estimator {estimator}, which learns from it: give the folder "
-            "of a checkpoint with the policy's tokenizer")
+        yield Violation(
+            (_GUIDE, "algo.advantage.estimator"),
+            f"{_GUIDE} is required with algo.advantage.estimator {estimator}, which learns from "
+            "it: give the folder of a checkpoint with the policy's tokenizer",
+        )
     if estimator == MIXED and config.own_options.get("zero_batch") and not config.has_guide:
-        yield Violation(("algo.mixed_policy_dapo", _GUIDE),
-            f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
-            f"{_GUIDE}, or switch zero_batch off")
+        yield Violation(
+            ("algo.mixed_policy_dapo", _GUIDE),
+            "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true "
+            f"and no {_GUIDE}; set {_GUIDE}, or switch zero_batch off",
+        )
     if not config.has_guide:
         return
     group = config.rollout.n_samples_per_prompt
     if config.guide_samples >= group:
-        yield Violation(("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
-            f"guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy samples the other "
-            f"completions of a group: got {config.guide_samples} and {group}; lower the one or raise the other")
+        yield Violation(
+            ("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
+            "guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy "
+            f"samples the other completions of a group: got {config.guide_samples} and {group}; "
+            "lower the one or raise the other",
+        )
     if config.train.colocate_all and config.guide_samples:
-        yield Violation((_GUIDE, "train.colocate_all"),
-            f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not share the policy's GPUs: "
-            "leave one of them out")
+        yield Violation(
+            (_GUIDE, "train.colocate_all"),
+            f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not "
+            "share the policy's GPUs: leave one of them out",
+        )
     yield from _whole_copies("guide", config.guide_ranks, config)
 
 
-# ---- batches and lengths -----------------------------------------------------------------------------------------
+# ---- batches and lengths
+# -----------------------------------------------------------------------------------------
 
 
 def batches(config: RunConfig) -> Iterator[Violation]:
     """A batch of rollouts is a whole number of optimizer steps, each of whole groups.
 
-    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt by their cost.
+    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt
+    by their cost.
     """
-    prompts, group, train = config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size
+    prompts, group, train = (
+        config.rollout.batch_size,
+        config.rollout.n_samples_per_prompt,
+        config.train.batch_size,
+    )
     if train % group:
-        yield Violation(("train.batch_size", "rollout.n_samples_per_prompt"),
-            f"train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, groups are never split: "
-            f"got {train} and {group}; use {_multiples(train, group)}")
+        yield Violation(
+            ("train.batch_size", "rollout.n_samples_per_prompt"),
+            "train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, "
+            f"groups are never split: got {train} and {group}; use {_multiples(train, group)}",
+        )
     if config.samples_per_rollout % train:
-        yield Violation(("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
-            f"train.batch_size (samples) must divide rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * "
-            f"{group} = {config.samples_per_rollout}): got {train}; lower train.batch_size or make rollout.batch_size "
-            "larger")
+        yield Violation(
+            ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+            "train.batch_size (samples) must divide rollout.batch_size * "
+            f"rollout.n_samples_per_prompt ({prompts} * {group} = {config.samples_per_rollout}): "
+            f"got {train}; lower train.batch_size or make rollout.batch_size larger",
+        )
     if config.rollout.vllm_generate_batch_size not in (None, prompts):
-        yield Violation(("rollout.vllm_generate_batch_size", "rollout.batch_size"),
+        yield Violation(
+            ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
             f"rollout.vllm_generate_batch_size must equal rollout.batch_size: got "
-            f"{config.rollout.vllm_generate_batch_size} and {prompts}; leave it out")
+            f"{config.rollout.vllm_generate_batch_size} and {prompts}; leave it out",
+        )
     requests = config.vllm.max_requests
     if requests is not None and requests < group:
-        yield Violation(("vllm.max_requests", "rollout.n_samples_per_prompt"),
-            f"vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked for as a whole: got "
-            f"{requests} and {group}; raise it or leave it out")
+        yield Violation(
+            ("vllm.max_requests", "rollout.n_samples_per_prompt"),
+            "vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked "
+            f"for as a whole: got {requests} and {group}; raise it or leave it out",
+        )
 
 
 def groups(config: RunConfig) -> Iterator[Violation]:
     """Most estimators compare the responses to one prompt with each other."""
     estimator, group = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
     if group < 2 and estimator not in SINGLE:
-        yield Violation(("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
-            f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
-            f"the responses to one prompt: got {group}; 8 is a usual value")
+        yield Violation(
+            ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
+            "rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator "
+            f"{estimator}, which compares the responses to one prompt: got {group}; 8 is a usual "
+            "value",
+        )
 
 
 def lengths(config: RunConfig) -> Iterator[Violation]:
     """Responses fit into sequences, and the overlong buffer into responses."""
     response, max_len = config.rollout.max_new_tokens, config.data.max_len
     if response is not None and response >= max_len:
-        yield Violation(("rollout.max_new_tokens", "data.max_len"),
-            f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {response} and {max_len} "
-            f"tokens; lower the one or raise the other")
+        yield Violation(
+            ("rollout.max_new_tokens", "data.max_len"),
+            "rollout.max_new_tokens must be below data.max_len, the prompt needs room: got "
+            f"{response} and {max_len} tokens; lower the one or raise the other",
+        )
     probe = config.weight_sync.probe_length
     if probe is not None and probe >= max_len:
-        yield Violation(("weight_sync.probe_length", "data.max_len"),
-            f"weight_sync.probe_length must be below data.max_len: got {probe} and {max_len} tokens")
+        yield Violation(
+            ("weight_sync.probe_length", "data.max_len"),
+            f"weight_sync.probe_length must be below data.max_len: got {probe} and {max_len} "
+            "tokens",
+        )
     buffer = config.reward.overlong_buffer_len
     if buffer is not None and (response is None or buffer > response):
-        yield Violation(("reward.overlong_buffer_len", "rollout.max_new_tokens"),
-            f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {buffer:g} and "
-            f"{'null' if response is None else response} tokens")
+        yield Violation(
+            ("reward.overlong_buffer_len", "rollout.max_new_tokens"),
+            f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {buffer:g} "
+            f"and {'null' if response is None else response} tokens",
+        )
 
 
 def evaluations(config: RunConfig) -> Iterator[Violation]:
     """What an evaluation is asked for can be had, and the best checkpoint can be told."""
     given = config.eval
     if given.remote_url is not None and config.train.agent_func_path is not None:
-        yield Violation(("eval.remote_url", "train.agent_func_path"),
-            "eval.remote_url and train.agent_func_path exclude each other, an agent grades its own rollouts: leave "
-            "eval.remote_url out")
+        yield Violation(
+            ("eval.remote_url", "train.agent_func_path"),
+            "eval.remote_url and train.agent_func_path exclude each other, an agent grades its "
+            "own rollouts: leave eval.remote_url out",
+        )
     if given.dataset is not None and not any(given.violations()):
         for each in given.sets:
             response = each.max_new_tokens
             if response is not None and response >= config.data.max_len:
-                yield Violation(("eval.max_new_tokens", "data.max_len"),
-                    f"eval.max_new_tokens must be below data.max_len, the prompt needs room: got {response} and "
-                    f"{config.data.max_len} tokens; lower the one or raise the other")
+                yield Violation(
+                    ("eval.max_new_tokens", "data.max_len"),
+                    "eval.max_new_tokens must be below data.max_len, the prompt needs room: got "
+                    f"{response} and {config.data.max_len} tokens; lower the one or raise the "
+                    "other",
+                )
     if given.async_enable and config.max_staleness == 0:
-        yield Violation(("eval.async_enable", "train.max_staleness"),
-            "eval.async_enable needs engines that sample while the policy trains: with train.max_staleness 0 they "
-            "stand still meanwhile (and with train.colocate_all sleep), so that nothing would be gained; set "
-            "train.max_staleness to at least 1, or leave eval.async_enable out")
+        yield Violation(
+            ("eval.async_enable", "train.max_staleness"),
+            "eval.async_enable needs engines that sample while the policy trains: with "
+            "train.max_staleness 0 they stand still meanwhile (and with train.colocate_all "
+            "sleep), so that nothing would be gained; set train.max_staleness to at least 1, or "
+            "leave eval.async_enable out",
+        )
     yield from _best_metric(config)
 
 
@@ -410,7 +584,10 @@ def evaluation_metrics(given: Eval) -> list[str]:
     for each in () if any(given.violations()) else given.sets:
         prefix = f"eval/{each.name}/" if each.name else "eval/"
         every += [f"{prefix}{metric}" for metric in _OF_EVALUATIONS if each.name]
-        every += [f"{prefix}pass@{2**exponent}" for exponent in range(each.n_samples_per_prompt.bit_length())]
+        every += [
+            f"{prefix}pass@{2**exponent}"
+            for exponent in range(each.n_samples_per_prompt.bit_length())
+        ]
     return every
 
 
@@ -420,22 +597,35 @@ def _best_metric(config: RunConfig) -> Iterator[Violation]:
         return
     if best in TRAINING_METRICS:
         if config.ckpt.save_steps == -1:
-            yield Violation(("ckpt.best_metric_key", "ckpt.save_steps"),
-                f"ckpt.best_metric_key {best} compares the steps that are saved: set ckpt.save_steps (1 = every step)")
+            yield Violation(
+                ("ckpt.best_metric_key", "ckpt.save_steps"),
+                f"ckpt.best_metric_key {best} compares the steps that are saved: set "
+                "ckpt.save_steps (1 = every step)",
+            )
         return
     if best not in (known := evaluation_metrics(given)):
-        yield Violation(("ckpt.best_metric_key",),
-            f"ckpt.best_metric_key must be one of {', '.join((*known, *TRAINING_METRICS))}: got {best}")
+        yield Violation(
+            ("ckpt.best_metric_key",),
+            f"ckpt.best_metric_key must be one of {', '.join((*known, *TRAINING_METRICS))}: got "
+            f"{best}",
+        )
     if given.steps == -1 or given.dataset is None:
-        yield Violation(("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
-            f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset and eval.steps")
+        yield Violation(
+            ("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
+            f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset "
+            "and eval.steps",
+        )
     elif given.async_enable:
-        yield Violation(("ckpt.best_metric_key", "eval.async_enable"),
-            f"ckpt.best_metric_key {best} and eval.async_enable exclude each other, an evaluation beside training ends "
-            "when the weights that it measured are gone: leave eval.async_enable out, or keep every checkpoint")
+        yield Violation(
+            ("ckpt.best_metric_key", "eval.async_enable"),
+            f"ckpt.best_metric_key {best} and eval.async_enable exclude each other, an "
+            "evaluation beside training ends when the weights that it measured are gone: leave "
+            "eval.async_enable out, or keep every checkpoint",
+        )
 
 
-# ---- streaming ---------------------------------------------------------------------------------------------------
+# ---- streaming
+# --------------------------------------------------------------------------------------------------
 
 
 def streaming(config: RunConfig) -> Iterator[Violation]:
@@ -445,63 +635,95 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
     # without partial rollouts nothing is in flight at a sync, so no group can be late
     uncorrected = config.correction_level == "off" and config.algo.old_logprobs != "engine"
     if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
-        yield Violation(("train.late_groups", "algo.advantage.is_correction_level"),
-            "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
-            "groups may lag by any number of weight versions; set --train.late_groups wait or drop, or a correction")
+        yield Violation(
+            ("train.late_groups", "algo.advantage.is_correction_level"),
+            "train.late_groups train needs an importance correction, and "
+            "algo.advantage.is_correction_level is off: groups may lag by any number of weight "
+            "versions; set --train.late_groups wait or drop, or a correction",
+        )
 
 
-# ---- the algorithm -----------------------------------------------------------------------------------------------
+# ---- the algorithm
+# -----------------------------------------------------------------------------------------------
 
 
 def reserved_keys(config: RunConfig) -> Iterator[Violation]:
-    """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
+    """The maps of the estimators hold their options only, not the other arguments of
+    ``get_algorithm``."""
     for name in (*ESTIMATORS, CUSTOM):
         for key in RESERVED_KEYS.keys() & config.algo.of(name).keys():
-            yield Violation((f"algo.{name}.{key}",),
-                f"algo.{name}.{key} is not an option of an estimator; use {RESERVED_KEYS[key]}")
+            yield Violation(
+                (f"algo.{name}.{key}",),
+                f"algo.{name}.{key} is not an option of an estimator; use {RESERVED_KEYS[key]}",
+            )
 
 
 def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
     """The controller cannot turn the sign of the coefficient."""
     kl = config.algo.kl
     if kl.target is not None and config.samples_per_rollout * _MAX_CHANGE >= kl.horizon:
-        yield Violation(("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
-            f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of rollouts, or one batch could "
-            f"turn the sign of the coefficient: got {kl.horizon} samples and {config.samples_per_rollout}; raise it "
-            "(10000 is usual)")
+        yield Violation(
+            ("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+            f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of "
+            f"rollouts, or one batch could turn the sign of the coefficient: got {kl.horizon} "
+            f"samples and {config.samples_per_rollout}; raise it (10000 is usual)",
+        )
 
 
 def two_names(config: RunConfig) -> Iterator[Violation]:
     """No option of the estimator is set to two values by two names."""
     estimator, own, actor = config.algo.advantage.estimator, config.own_options, config.actor
     if config.algo.kl.init_coef > 0 and own.get("kl_coef"):
-        yield Violation(("algo.kl.init_coef", f"algo.{estimator}.kl_coef"),
-            f"algo.kl.init_coef and algo.{estimator}.kl_coef both set a KL penalty: got {config.algo.kl.init_coef:g} "
-            f"and {own['kl_coef']}; keep one of them")
+        yield Violation(
+            ("algo.kl.init_coef", f"algo.{estimator}.kl_coef"),
+            f"algo.kl.init_coef and algo.{estimator}.kl_coef both set a KL penalty: got "
+            f"{config.algo.kl.init_coef:g} and {own['kl_coef']}; keep one of them",
+        )
     for flag in flag_options(config):
         if flag.key in own and own[flag.key] != flag.value:
             other = f"algo.{estimator}.{flag.key}"
-            yield Violation((flag.flag, other),
-                f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and {own[flag.key]!r}; keep "
-                f"one of them")
+            yield Violation(
+                (flag.flag, other),
+                f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and "
+                f"{own[flag.key]!r}; keep one of them",
+            )
     reward = config.reward
     if reward.overlong_buffer_len is not None and reward.length_penalty.kind != "none":
-        yield Violation(("reward.overlong_buffer_len", "reward.length_penalty.kind"),
-            f"reward.overlong_buffer_len and reward.length_penalty.kind both set the penalty on long responses: got "
-            f"{reward.overlong_buffer_len:g} and {reward.length_penalty.kind}; keep one of them (the first is kind "
-            "dapo with l_max rollout.max_new_tokens)")
+        yield Violation(
+            ("reward.overlong_buffer_len", "reward.length_penalty.kind"),
+            "reward.overlong_buffer_len and reward.length_penalty.kind both set the penalty on "
+            f"long responses: got {reward.overlong_buffer_len:g} and "
+            f"{reward.length_penalty.kind}; keep one of them (the first is kind dapo with l_max "
+            "rollout.max_new_tokens)",
+        )
     pair = actor.eps_clip_low_high
-    if is_set(config, "actor.eps_clip") and pair is not None and pair != (actor.eps_clip, actor.eps_clip):
-        yield Violation(("actor.eps_clip", "actor.eps_clip_low_high"),
-            f"actor.eps_clip and actor.eps_clip_low_high disagree: {actor.eps_clip:g} and {pair[0]:g} {pair[1]:g}; "
-            f"keep one of them")
+    if (
+        is_set(config, "actor.eps_clip")
+        and pair is not None
+        and pair != (actor.eps_clip, actor.eps_clip)
+    ):
+        yield Violation(
+            ("actor.eps_clip", "actor.eps_clip_low_high"),
+            f"actor.eps_clip and actor.eps_clip_low_high disagree: {actor.eps_clip:g} and "
+            f"{pair[0]:g} {pair[1]:g}; keep one of them",
+        )
 
 
 Rule = Callable[[RunConfig], Iterator[Violation]]
 LAYOUT_RULES: tuple[Rule, ...] = (
-    trained_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, optimizer_on_host, recomputation,
-    precision.parameters, colocation, reference, guide, reward_model,
-)  # fmt: skip
+    trained_layout,
+    samples_of_ranks,
+    profiled_ranks,
+    critic_layout,
+    nodes,
+    optimizer_on_host,
+    recomputation,
+    precision.parameters,
+    colocation,
+    reference,
+    guide,
+    reward_model,
+)
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
@@ -515,125 +737,216 @@ def _multiples(value: int, factor: int) -> str:
     return " or ".join(str(choice) for choice in (below, below + factor) if choice > 0)
 
 
-# ---- warnings ----------------------------------------------------------------------------------------------------
+# ---- warnings
+# --------------------------------------------------------------------------------------------------
 
 
 def hub_names(config: RunConfig) -> Iterator[str]:
     """Names of the hub are not checked: nothing of them is on this machine."""
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
-        yield (f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it "
-            "is downloaded")
+        yield (
+            f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not "
+            "checked before it is downloaded"
+        )
     reward = config.reward.model_name_or_path if config.has_reward_model else None
     for option, folder, what in ((_ACTOR, path, "policy"), (_REWARD, reward, "reward model")):
         model, _ = local_shape(option, folder)
         if model is not None and not is_hub_name(folder or "") and not has_weights(folder or ""):
-            yield f"{option} {folder} holds no *.safetensors file: the {what} cannot load its weights"
+            yield (
+                f"{option} {folder} holds no *.safetensors file: the {what} cannot load its weights"
+            )
     for option in ("data.prompt_dataset", "eval.dataset"):
         for ref in dataset_refs(inputs_of(config, option)):
             if ref.path and is_hub_name(ref.path):
-                yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
+                yield (
+                    f"{option} {ref.path} is taken for a hub name: its keys are not checked "
+                    "before it is downloaded"
+                )
 
 
 def unexecuted_code(config: RunConfig | SupervisedConfig) -> Iterator[str]:
     for option in config.model_options:
         if names_code(folder := str(value_of(config, option) or "")):
-            yield (f"{option}: {folder} names Python code of its own (auto_map), which is not executed: model and "
-                f"tokenizer are those that the other files say; where the tokenizer needs it, {AS_TOKENIZER_JSON}")
+            yield (
+                f"{option}: {folder} names Python code of its own (auto_map), which is not "
+                "executed: model and tokenizer are those that the other files say; where the "
+                f"tokenizer needs it, {AS_TOKENIZER_JSON}"
+            )
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
-        yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
-            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
+        yield (
+            "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and "
+            "engines are in the memory of a GPU at the same time; vllm.gpu_memory_utilization "
+            "must leave room for the policy"
+        )
     if config.train.colocate_all and config.has_reward_model and not config.reward.offload:
-        yield ("train.colocate_all with a reward model and without reward.offload: its weights stay in the memory of "
-            "the GPUs while engines sample and policy trains; vllm.gpu_memory_utilization must leave room for them")
+        yield (
+            "train.colocate_all with a reward model and without reward.offload: its weights "
+            "stay in the memory of the GPUs while engines sample and policy trains; "
+            "vllm.gpu_memory_utilization must leave room for them"
+        )
     if config.max_staleness > 0 and config.train.full_determinism_enable:
-        yield ("train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and "
-            "which token meets new weights first, depends on timing, so two runs differ")
+        yield (
+            "train.full_determinism_enable with train.max_staleness above 0: which group is "
+            "finished first, and which token meets new weights first, depends on timing, so two "
+            "runs differ"
+        )
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
-        yield (f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
-            f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
-            "the policy's ranks give up first")
-    if (config.vllm.max_restarts or config.vllm.min_engines) and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
-        yield (f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
-            f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
-            "is given up first")
+        yield (
+            f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below "
+            f"megatron.collective_timeout_s {config.megatron.collective_timeout_s:g}: an engine "
+            "that hangs in a weight sync is not replaced, because the policy's ranks give up "
+            "first"
+        )
+    if (
+        config.vllm.max_restarts or config.vllm.min_engines
+    ) and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
+        yield (
+            f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
+            f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not "
+            "replaced, because the batch is given up first"
+        )
 
 
 def restarts(config: RunConfig) -> Iterator[str]:
     ckpt, restarts = config.ckpt, config.train.max_restarts
     if restarts and (not ckpt.saves or ckpt.disable_ds):
-        yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
+        yield (
+            f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the "
+            "first step"
+        )
 
 
 def unused_modes(config: RunConfig) -> Iterator[str]:
-    """Details of modes that are off. Token budgets count where they are set, be it to the default."""
+    """Details of modes that are off. Token budgets count where they are set, be it to the
+    default."""
     for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
-        if is_set(config, name) and value_of(config, name) is not None and not config.train.dynamic_batch_enable:
+        if (
+            is_set(config, name)
+            and value_of(config, name) is not None
+            and not config.train.dynamic_batch_enable
+        ):
             reason = "train.dynamic_batch_enable is off"
-            yield no_effect(name, value_of(config, name), reason, "set train.dynamic_batch_enable, or leave it out")
+            yield no_effect(
+                name,
+                value_of(config, name),
+                reason,
+                "set train.dynamic_batch_enable, or leave it out",
+            )
 
 
 def unused_passes(config: RunConfig) -> Iterator[str]:
-    """Where nobody computes log-probs, values or scores before the update, micro-batches without gradients are none."""
-    name, reason = "rollout.micro_batch_size", "there is no forward pass before the update (algo.old_logprobs)"
+    """Where nobody computes log-probs, values or scores before the update, micro-batches without
+    gradients are none."""
+    name, reason = (
+        "rollout.micro_batch_size",
+        "there is no forward pass before the update (algo.old_logprobs)",
+    )
     if config.train.dynamic_batch_enable or config.sources.get(name, "").startswith("default"):
         return  # another rule says so; nobody gave it
     found = [*_idle(config, name, reason)]
-    others = config.has_reference or config.has_guide or config.has_critic or config.has_reward_model
+    others = (
+        config.has_reference or config.has_guide or config.has_critic or config.has_reward_model
+    )
     # asked last, it may import an estimator
-    if found and not others and old_logprobs(config)[0] != "policy" and not initial_entropy_prompts(config):
+    if (
+        found
+        and not others
+        and old_logprobs(config)[0] != "policy"
+        and not initial_entropy_prompts(config)
+    ):
         yield from found
 
 
 def unused_models(config: RunConfig) -> Iterator[str]:
     if not config.has_reference:
-        for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
-            yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
+        for name in (
+            "ref.num_nodes",
+            "ref.num_gpus_per_node",
+            "ref.offload",
+            "train.colocate_actor_ref",
+        ):
+            yield from _idle(
+                config,
+                name,
+                "no reference model is built without a KL penalty",
+                "set algo.kl.init_coef",
+            )
 
 
 def unused_reward_model(config: RunConfig) -> Iterator[str]:
     """As in OpenRLHF, a reward model is not built beside another source of rewards."""
     name = config.reward.model_name_or_path
     if name is not None and not config.has_reward_model:
-        other = "reward.remote_url" if config.reward.remote_url is not None else "train.agent_func_path"
-        yield no_effect(_REWARD, name, f"rewards come from {other}; no reward model is built (as in OpenRLHF)")
+        other = (
+            "reward.remote_url" if config.reward.remote_url is not None else "train.agent_func_path"
+        )
+        yield no_effect(
+            _REWARD, name, f"rewards come from {other}; no reward model is built (as in OpenRLHF)"
+        )
     for option, folder in scaled_models(config):
         try:
             scale = read_value_scale(folder)
         except InputError:
             continue  # a violation
         if scale is None:
-            yield f"reward.normalize_enable changes nothing for {option}, whose config.json has no mean and std"
+            yield (
+                f"reward.normalize_enable changes nothing for {option}, whose config.json has no "
+                "mean and std"
+            )
 
 
 def unused_graders(config: RunConfig) -> Iterator[str]:
     if config.has_reward_model:
-        for leaf in ("timeout_s", "max_failures", "failure_value", "num_workers", "memory_mib", "environment"):
+        for leaf in (
+            "timeout_s",
+            "max_failures",
+            "failure_value",
+            "num_workers",
+            "memory_mib",
+            "environment",
+        ):
             yield from _idle(config, f"reward.{leaf}", f"{_REWARD} grades")
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
-            yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")
+            yield from _idle(
+                config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere"
+            )
 
 
 def token_budgets(config: RunConfig) -> Iterator[str]:
     """As in OpenRLHF, a sequence that is longer than the budget gets a micro-batch of its own."""
     max_len, cp = config.data.max_len, config.megatron.context_parallel_size
-    for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ():
+    for name in (
+        ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu")
+        if config.train.dynamic_batch_enable
+        else ()
+    ):
         tokens = value_of(config, name)
         if tokens is not None and tokens * cp < max_len:
             yield (
-                f"{name} * megatron.context_parallel_size is below data.max_len ({tokens} * {cp} < {max_len} tokens): "
-                "a longer sequence is a micro-batch of its own, and takes the memory of one"
+                f"{name} * megatron.context_parallel_size is below data.max_len ({tokens} * {cp} "
+                f"< {max_len} tokens): a longer sequence is a micro-batch of its own, and takes "
+                "the memory of one"
             )
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, unexecuted_code, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes,
-    unused_models, unused_reward_model, unused_graders, token_budgets,
-)  # fmt: skip
+    hub_names,
+    unexecuted_code,
+    memory_and_timing,
+    precision.determinism,
+    restarts,
+    unused_modes,
+    unused_passes,
+    unused_models,
+    unused_reward_model,
+    unused_graders,
+    token_budgets,
+)
 
 
 def _idle(config: RunConfig, name: str, reason: str, remedy: str = "leave it out") -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The whole configuration of a run: one frozen model whose paths are the option names, and their table."""
+"""The whole configuration of a run: one frozen model whose paths are the option names, and their
+table."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
-_FP8_THRESHOLD = (2.0,)  # token-level, clipped: as verl publishes FP8 rollouts (its docs/low_precision/fp8.md)
+# token-level, clipped: as verl publishes FP8 rollouts (its docs/low_precision/fp8.md)
+_FP8_THRESHOLD = (2.0,)
 
 
 class RunConfig(Configuration):
-    """Options of ``openrlhf_ext.cli.train_ppo_ray``, typed; built and checked by :func:`load_config`.
+    """Options of ``openrlhf_ext.cli.train_ppo_ray``, typed; built and checked by
+    :func:`load_config`.
 
-    Which device the run uses cannot be read from a configuration. Options that only mean something on a GPU
-    (``vllm.gpu_memory_utilization``, ``vllm.sync_backend nccl``) or only on a CPU (``vllm.kv_cache_mib``) are therefore
-    checked where the device is known: by the rollout engines and the policy actors at their start.
+    Which device the run uses cannot be read from a configuration. Options that only mean something
+    on a GPU (``vllm.gpu_memory_utilization``, ``vllm.sync_backend nccl``) or only on a CPU
+    (``vllm.kv_cache_mib``) are therefore checked where the device is known: by the rollout engines
+    and the policy actors at their start.
     """
 
     usage: ClassVar[str] = """\
@@ -33,12 +37,16 @@ unsets a value. --help SECTION shows one group, --help algo.ESTIMATOR the option
 OpenRLHF that are refused are listed at the end.
 """
     trained: ClassVar[str] = "actor"
-    """The section of the model under training: its options in messages of rules that all trainers ask."""
+    """The section of the model under training: its options in messages of rules that all trainers
+    ask."""
     rank_options: ClassVar[str] = "actor.num_nodes * actor.num_gpus_per_node"
     data_options: ClassVar[tuple[str, ...]] = ("data.prompt_dataset", "eval.dataset")
     code_options: ClassVar[tuple[str, ...]] = (
-        "reward.remote_url", "eval.remote_url", "train.agent_func_path", "algo.module_path",
-    )  # fmt: skip
+        "reward.remote_url",
+        "eval.remote_url",
+        "train.agent_func_path",
+        "algo.module_path",
+    )
 
     actor: sections.Actor = sections.Actor()
     megatron: sections.Megatron = sections.Megatron()
@@ -59,15 +67,26 @@ OpenRLHF that are refused are listed at the end.
     critic: sections.Critic = sections.Critic()
     ds: sections.DeepSpeed = sections.DeepSpeed()
     local_rank: Int = no_meaning(
-        -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
+        -1,
+        "rank on the node, set by DeepSpeed's launcher",
+        why="Ray places every rank",
+        instead="leave it out",
     )
     use_ms: bool = not_yet(
-        False, "load models and data from ModelScope", why="only local folders and the Hugging Face hub are read",
+        False,
+        "load models and data from ModelScope",
+        why="only local folders and the Hugging Face hub are read",
         instead="download first and give the local paths",
-    )  # fmt: skip
-    dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
-    strict: bool = added(False, "refuse what means something else here than in OpenRLHF, or nothing")
-    dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
+    )
+    dry_run: bool = added(
+        False, "say whether the run would start, print memory, places and configuration, and stop"
+    )
+    strict: bool = added(
+        False, "refuse what means something else here than in OpenRLHF, or nothing"
+    )
+    dry_run_json: bool = added(
+        False, "a dry run for programs: print options, layout and versions as JSON, and stop"
+    )
 
     @property
     def world_size(self) -> int:
@@ -82,7 +101,8 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def training_label(self) -> str:
-        """What of the policy's layers progress lines, records and checkpoints must not hide; mostly empty."""
+        """What of the policy's layers progress lines, records and checkpoints must not hide; mostly
+        empty."""
         return self.fp8.training_label
 
     @property
@@ -105,17 +125,22 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def critic_megatron(self) -> sections.Megatron:
-        """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
+        """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is
+        set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
         layout = self.even_megatron.model_copy(update=own)
-        without: dict[str, Any] = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
+        without: dict[str, Any] = (
+            {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
+        )
         without |= {"virtual_pipeline_size": 1} if layout.pipeline_parallel_size == 1 else {}
-        return layout.model_copy(update={name: value for name, value in without.items() if name not in own})
+        return layout.model_copy(
+            update={name: value for name, value in without.items() if name not in own}
+        )
 
     @property
     def even_megatron(self) -> sections.Megatron:
-        """``megatron.*`` as it holds for a model with a value head: the head weighs nothing, stages have equally many
-        layers."""
+        """``megatron.*`` as it holds for a model with a value head: the head weighs nothing, stages
+        have equally many layers."""
         return self.megatron.model_copy(update=dict.fromkeys(PIPELINE_ENDS))
 
     @property
@@ -129,7 +154,8 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def critic_model(self) -> str | None:
-        """Folder or hub name of what the critic starts from, as in OpenRLHF: its own, the reward model, the policy."""
+        """Folder or hub name of what the critic starts from, as in OpenRLHF: its own, the reward
+        model, the policy."""
         reward = self.reward.model_name_or_path if self.has_reward_model else None
         return self.critic.model_name_or_path or reward or self.actor.model_name_or_path
 
@@ -156,9 +182,14 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def reference_ranks(self) -> int:
-        """Ranks of the reference's own; 0 where there is none or it is a copy in the policy's host memory."""
+        """Ranks of the reference's own; 0 where there is none or it is a copy in the policy's host
+        memory."""
         colocated = self.train.colocate_actor_ref or self.train.colocate_all or self.ref.offload
-        if not self.has_reference or colocated or not self.ref.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+        if (
+            not self.has_reference
+            or colocated
+            or not self.ref.model_fields_set & {"num_nodes", "num_gpus_per_node"}
+        ):
             return 0
         return self.ref.num_nodes * self.ref.num_gpus_per_node
 
@@ -168,8 +199,12 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def guide_ranks(self) -> int:
-        """Ranks of the guide's own; 0 where there is none or it is a copy in the policy's host memory."""
-        if not self.has_guide or not self.guide.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+        """Ranks of the guide's own; 0 where there is none or it is a copy in the policy's host
+        memory."""
+        if not self.has_guide or not self.guide.model_fields_set & {
+            "num_nodes",
+            "num_gpus_per_node",
+        }:
             return 0
         return self.guide.num_nodes * self.guide.num_gpus_per_node
 
@@ -181,19 +216,32 @@ OpenRLHF that are refused are listed at the end.
     @property
     def model_options(self) -> list[str]:
         there = {
-            "actor": True, "critic": self.has_critic, "reward": self.has_reward_model, "guide": self.has_guide
-        }  # fmt: skip
+            "actor": True,
+            "critic": self.has_critic,
+            "reward": self.has_reward_model,
+            "guide": self.has_guide,
+        }
         return [f"{section}.model_name_or_path" for section, is_there in there.items() if is_there]
 
     @property
     def training_ranks(self) -> int:
-        return self.world_size + self.critic_ranks + self.reward_ranks + self.reference_ranks + self.guide_ranks
+        return (
+            self.world_size
+            + self.critic_ranks
+            + self.reward_ranks
+            + self.reference_ranks
+            + self.guide_ranks
+        )
 
     @property
     def training_gpus(self) -> int:
         """What the training ranks take of a cluster: critic and reward model may share GPUs."""
         shared = self.critic_ranks + self.reward_ranks if self.train.colocate_all else 0
-        return self.training_ranks - shared - (self.reward_ranks if self.critic_shares_with_reward else 0)
+        return (
+            self.training_ranks
+            - shared
+            - (self.reward_ranks if self.critic_shares_with_reward else 0)
+        )
 
     @property
     def engine_workers(self) -> int:
@@ -202,7 +250,8 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Whether engines are on the policy's GPUs: with ``train.colocate_all``, unless they sample while it trains."""
+        """Whether engines are on the policy's GPUs: with ``train.colocate_all``, unless they sample
+        while it trains."""
         return self.train.colocate_all and self.max_staleness == 0
 
     @property
@@ -227,8 +276,9 @@ OpenRLHF that are refused are listed at the end.
     def probe_tolerance(self) -> float:
         """Largest difference of log-probs that rounding explains (nats), with its default resolved.
 
-        A mean over the tokens of a text of the model's own (``rollout.probe``). fp32 on both sides agrees to 1e-4.
-        SmolLM2-135M in bf16 differs by 0.016 to 0.035 between three implementations, with FP8 on one side by 0.13 to
+        A mean over the tokens of a text of the model's own (``rollout.probe``). fp32 on both sides
+        agrees to 1e-4. SmolLM2-135M in bf16 differs by 0.016 to 0.035 between three
+        implementations, with FP8 on one side by 0.13 to
         0.18; two exchanged layers make 0.47 (benchmarks/probe.py; docs/weight_sync.md).
         """
         if self.weight_sync.probe_tolerance is not None:
@@ -240,13 +290,17 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def repeat_tolerance(self) -> float:
-        """How far the log-probs of unchanged weights may move (nats): under delayed FP8 scaling its scales do."""
+        """How far the log-probs of unchanged weights may move (nats): under delayed FP8 scaling its
+        scales do."""
         moves = self.fp8.enable and self.fp8.recipe == "delayed"
-        return min(self.probe_tolerance, _PROBE_TOLERANCE["fp8" if moves else self.megatron.param_dtype])
+        return min(
+            self.probe_tolerance, _PROBE_TOLERANCE["fp8" if moves else self.megatron.param_dtype]
+        )
 
     @property
     def probe_length(self) -> int:
-        """Most tokens of the probe's text, with its default resolved; the engine generates one token after it."""
+        """Most tokens of the probe's text, with its default resolved; the engine generates one
+        token after it."""
         return self.weight_sync.probe_length or max(2, min(_PROBE_LENGTH, self.data.max_len - 1))
 
     @property
@@ -265,9 +319,11 @@ OpenRLHF that are refused are listed at the end.
 
     @property
     def correction_level(self) -> str:
-        """With its default resolved: off-policy are tokens that lag, and those that FP8 engines sampled."""
+        """With its default resolved: off-policy are tokens that lag, and those that FP8 engines
+        sampled."""
         off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
-        off_policy = off_policy and self.algo.old_logprobs != "engine"  # ratios then are to what was sampled from
+        # ratios then are to what was sampled from
+        off_policy = off_policy and self.algo.old_logprobs != "engine"
         if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
         return self.algo.advantage.is_correction_level
@@ -275,8 +331,14 @@ OpenRLHF that are refused are listed at the end.
     @property
     def correction_mode(self) -> str:
         """With its default resolved: truncation beside FP8 engines."""
-        can_clip = self.correction_level == "token" and self.algo.advantage.is_correction_gating == "ratio"
-        if self.fp8.rollout_enable and can_clip and not is_set(self, "algo.advantage.is_correction_mode"):
+        can_clip = (
+            self.correction_level == "token" and self.algo.advantage.is_correction_gating == "ratio"
+        )
+        if (
+            self.fp8.rollout_enable
+            and can_clip
+            and not is_set(self, "algo.advantage.is_correction_mode")
+        ):
             return "clip"
         return self.algo.advantage.is_correction_mode
 

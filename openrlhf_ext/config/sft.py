@@ -23,15 +23,20 @@ from openrlhf_ext.options.sections.sft import (
 from openrlhf_ext.options.table import Configuration
 
 # an option has its default and its meaning, as in a table
-# fmt: off
+
 
 class SupervisedConfig(Configuration, Optimizer):
-    """Options of ``openrlhf_ext.cli.train_sft``, typed; built by ``load`` and checked by ``rules.check_supervised``."""
+    """Options of ``openrlhf_ext.cli.train_sft``, typed; built by ``load`` and checked by
+    ``rules.check_supervised``."""
 
-    needs = {"lr_scheduler!=constant": ("lr_warmup_ratio",), "lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",)}
+    needs = {
+        "lr_scheduler!=constant": ("lr_warmup_ratio",),
+        "lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
+    }
     usage: ClassVar[str] = (
-        "usage: openrlhf-ext train_sft [--config FILE.yaml ...] [--section.name value ...]\n\nNames are those of "
-        "OpenRLHF's train_sft; options marked + are added by openrlhf_ext. --help SECTION shows one group.\n"
+        "usage: openrlhf-ext train_sft [--config FILE.yaml ...] [--section.name value ...]\n\n"
+        "Names are those of OpenRLHF's train_sft; options marked + are added by openrlhf_ext. "
+        "--help SECTION shows one group.\n"
     )
     trained: ClassVar[str] = "model"
     rank_options: ClassVar[str] = "model.num_gpus_per_node"
@@ -48,13 +53,21 @@ class SupervisedConfig(Configuration, Optimizer):
     ckpt: SupervisedCkpt = SupervisedCkpt()
     logger: SupervisedLogger = SupervisedLogger()
     ds: SupervisedDeepSpeed = SupervisedDeepSpeed()
-    local_rank: Int = no_meaning(-1, "rank on the node, set by DeepSpeed's launcher",
-        why="LOCAL_RANK of the environment says it", instead="leave it out")
+    local_rank: Int = no_meaning(
+        -1,
+        "rank on the node, set by DeepSpeed's launcher",
+        why="LOCAL_RANK of the environment says it",
+        instead="leave it out",
+    )
     use_ms: bool = not_yet(
-        False, "load models and data from ModelScope", why="only local folders and the Hugging Face hub are read",
+        False,
+        "load models and data from ModelScope",
+        why="only local folders and the Hugging Face hub are read",
         instead="download first and give the local paths",
     )
-    dry_run: bool = added(False, "say whether the run would start, print ranks and configuration, and stop")
+    dry_run: bool = added(
+        False, "say whether the run would start, print ranks and configuration, and stop"
+    )
 
     @property
     def world_size(self) -> int:
@@ -88,4 +101,8 @@ class SupervisedConfig(Configuration, Optimizer):
 def _gpus() -> int:
     """Without torch, for which --help and most faults need not wait."""
     here, visible = len(glob.glob("/dev/nvidia[0-9]*")), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return here if visible is None else min(here, len([name for name in visible.split(",") if name.strip()]))
+    return (
+        here
+        if visible is None
+        else min(here, len([name for name in visible.split(",") if name.strip()]))
+    )

@@ -1,8 +1,10 @@
-"""OpenRLHF 0.11.2 and we: the configuration as its classes read it, where defaults differ, earlier names of options.
+"""OpenRLHF 0.11.2 and we: the configuration as its classes read it, where defaults differ, earlier
+names of options.
 
-Releases before 0.11 wrote ``--pretrain``; 0.11.0 and 0.11.1 wrote ``--algo.advantage.is_correction_enable``.
-The parser of 0.11.2 knows neither. Sources: ``openrlhf/cli/train_ppo_ray.py`` and ``examples/scripts`` of both times.
-Which of its options are refused, and why, stands beside the option (``not_yet``, ``no_meaning`` in the sections).
+Releases before 0.11 wrote ``--pretrain``; 0.11.0 and 0.11.1 wrote
+``--algo.advantage.is_correction_enable``. The parser of 0.11.2 knows neither. Sources:
+``openrlhf/cli/train_ppo_ray.py`` and ``examples/scripts`` of both times. Which of its options are
+refused, and why, stands beside the option (``not_yet``, ``no_meaning`` in the sections).
 """
 
 from __future__ import annotations
@@ -19,17 +21,26 @@ from openrlhf_ext.options.table import from_words
 
 
 def upstream_args(config: RunConfig) -> SimpleNamespace:
-    """The nested namespace that OpenRLHF 0.11.2's classes read: every option of its parser, after its fix-ups.
+    """The nested namespace that OpenRLHF 0.11.2's classes read: every option of its parser, after
+    its fix-ups.
 
-    Its classes read the model-parallel factor as ``ds.ring_attn_size * ds.tensor_parallel_size``: the first carries
-    the context-parallel size, the second tensor * pipeline. The importance correction is always "on", because that
-    is what makes the samples generator record the engine's log-probs; whether a correction is applied is the
-    estimator's business (``RunConfig.algorithm_options``), as are the overlong penalty and the clipping of rewards.
-    ``algo.advantage.estimator`` keeps our name: only its experience maker, which is not used, reads it.
+    Its classes read the model-parallel factor as ``ds.ring_attn_size * ds.tensor_parallel_size``:
+    the first carries the context-parallel size, the second tensor * pipeline. The importance
+    correction is always "on", because that is what makes the samples generator record the engine's
+    log-probs; whether a correction is applied is the estimator's business
+    (``RunConfig.algorithm_options``), as are the overlong penalty and the clipping of rewards.
+    ``algo.advantage.estimator`` keeps our name: only its experience maker, which is not used, reads
+    it.
     """
-    flat = {name: value_of(config, name) for name, field in leaf_fields(type(config)) if not info_of(field).added}
+    flat = {
+        name: value_of(config, name)
+        for name, field in leaf_fields(type(config))
+        if not info_of(field).added
+    }
     for side in ("actor", "critic"):  # one destination of two flags
-        flat[f"{side}.muon.nesterov"] = flat[f"{side}.muon.nesterov"] and not flat.pop(f"{side}.muon.no_nesterov")
+        flat[f"{side}.muon.nesterov"] = flat[f"{side}.muon.nesterov"] and not flat.pop(
+            f"{side}.muon.no_nesterov"
+        )
     return namespace(nest(flat | _fixed_up(config)))
 
 
@@ -42,12 +53,17 @@ def _fixed_up(config: RunConfig) -> dict[str, Any]:
         "actor.gradient_checkpointing_enable": layout.recompute == "full",
         "algo.advantage.is_correction_level": "token",
         "algo.advantage.is_correction_threshold": config.correction_threshold,
-        "critic.model_name_or_path": None, "reward.remote_url": _reward_urls(config),
-        "reward.overlong_buffer_len": None, "reward.clip_range": (float("-inf"), float("inf")),
+        "critic.model_name_or_path": None,
+        "reward.remote_url": _reward_urls(config),
+        "reward.overlong_buffer_len": None,
+        "reward.clip_range": (float("-inf"), float("inf")),
         "train.dynamic_batch_enable": False,  # the ranks pack their own shards
-        "rollout.vllm_generate_batch_size": config.rollout.vllm_generate_batch_size or config.rollout.batch_size,
-        "vllm.sync_backend": "nccl" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend,
-    }  # fmt: skip
+        "rollout.vllm_generate_batch_size": config.rollout.vllm_generate_batch_size
+        or config.rollout.batch_size,
+        "vllm.sync_backend": "nccl"
+        if config.vllm.sync_backend == "auto"
+        else config.vllm.sync_backend,
+    }
 
 
 def _reward_urls(config: RunConfig) -> list[str] | None:
@@ -62,7 +78,8 @@ def namespace(tree: Any) -> Any:
     return tree
 
 
-# ---- defaults and names ---------------------------------------------------------------------------------------------
+# ---- defaults and names
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,21 +93,53 @@ class Difference:
 
 
 DIFFERENCES = (
-    Difference("algo.advantage.estimator", "gae (and six others)", "gae (and others)", "methods that OpenRLHF has not"),
-    Difference("algo.kl.init_coef", "0.01", "0.01 with OpenRLHF's estimators, else 0",
-        "the papers of the other methods have no penalty"),
+    Difference(
+        "algo.advantage.estimator",
+        "gae (and six others)",
+        "gae (and others)",
+        "methods that OpenRLHF has not",
+    ),
+    Difference(
+        "algo.kl.init_coef",
+        "0.01",
+        "0.01 with OpenRLHF's estimators, else 0",
+        "the papers of the other methods have no penalty",
+    ),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
-    Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
-    Difference("vllm.gpu_memory_utilization", "0.95", "0.95; 0.8 with train.colocate_all",
-        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there"),
-    Difference("reward.clip_range", "-10 10", "-10 10 with OpenRLHF's estimators", "other methods do not clip rewards"),
-    Difference("eval.split", "train", "validation, test, ... where there is one", "held-out means held out"),
-    Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
-    Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
-    Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
-)  # fmt: skip
+    Difference(
+        "vllm.sync_backend",
+        "nccl",
+        "auto (gloo, nccl, cuda_ipc)",
+        "the same file must run on GPU and CPU",
+    ),
+    Difference(
+        "vllm.gpu_memory_utilization",
+        "0.95",
+        "0.95; 0.8 with train.colocate_all",
+        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
+    ),
+    Difference(
+        "reward.clip_range",
+        "-10 10",
+        "-10 10 with OpenRLHF's estimators",
+        "other methods do not clip rewards",
+    ),
+    Difference(
+        "eval.split", "train", "validation, test, ... where there is one", "held-out means held out"
+    ),
+    Difference(
+        "ds.packing_samples", "false", "true", "micro-batches are always packed without padding"
+    ),
+    Difference(
+        "actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"
+    ),
+    Difference(
+        "critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"
+    ),
+)
 
-# ---- earlier names --------------------------------------------------------------------------------------------------
+# ---- earlier names
+# --------------------------------------------------------------------------------------------------
 
 # earlier name -> present name, where the dots do not say it (`present_name`)
 RENAMED = {
@@ -128,17 +177,25 @@ RENAMED = {
     "use_ds_universal_ckpt": "ds.use_universal_ckpt", "use_wandb": "logger.wandb.key",
     "use_tensorboard": "logger.tensorboard_dir",
 }  # fmt: skip
-_ENABLE = ("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable")
+_ENABLE = (
+    "enable_vllm_is_correction",
+    "vllm_enable_is_correction",
+    "algo.advantage.is_correction_enable",
+)
 _TYPE = ("vllm_is_correction_type", "algo.advantage.is_correction_type")
 _TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 _THRESHOLD, _LENGTHS = "vllm_is_truncated_threshold", ("prompt_max_len", "generate_max_len")
 _NOTHING = ("flash_attn", "perf", "actor_init_on_gpu", "ptx_coef")
 _OTHERS = (*_ENABLE, *_TYPE, _THRESHOLD, *_LENGTHS, "use_icepop", "bf16", *_NOTHING)
-"""Earlier names that are no present option's: together they say a correction, lengths, or nothing."""
+"""Earlier names that are no present option's: together they say a correction, lengths, or
+nothing."""
 EARLIER_DEFAULTS = {
-    "data.max_len": 2048, "train.micro_batch_size": 4, "rollout.micro_batch_size": 8,
-}  # fmt: skip
-"""Of 0.8 and 0.9, where they differ from ours (``openrlhf/cli/train_ppo_ray.py`` of v0.8.10 and v0.9.9)."""
+    "data.max_len": 2048,
+    "train.micro_batch_size": 4,
+    "rollout.micro_batch_size": 8,
+}
+"""Of 0.8 and 0.9, where they differ from ours (``openrlhf/cli/train_ppo_ray.py`` of v0.8.10 and
+v0.9.9)."""
 
 
 STANDS_FOR = {
@@ -163,7 +220,8 @@ def stands_in(config: RunConfig, name: str) -> bool:
 def present_name(name: str) -> str | None:
     """What OpenRLHF 0.11.2 calls an option of an earlier release; None if no release had this name.
 
-    Besides the table: ``actor_num_nodes`` is ``actor.num_nodes``, and ``max_epochs`` the one option that ends so.
+    Besides the table: ``actor_num_nodes`` is ``actor.num_nodes``, and ``max_epochs`` the one option
+    that ends so.
     """
     if name in RENAMED:
         return RENAMED[name]
@@ -181,8 +239,11 @@ def is_earlier(name: str) -> bool:
 
 
 def read_earlier(name: str, words: list[str]) -> Any:
-    """The value of an option in its earlier name on a command line; UsageError unless the words fit."""
-    present = {_LENGTHS[0]: "data.max_len", _LENGTHS[1]: "rollout.max_new_tokens"}.get(name) or present_name(name)
+    """The value of an option in its earlier name on a command line; UsageError unless the words
+    fit."""
+    present = {_LENGTHS[0]: "data.max_len", _LENGTHS[1]: "rollout.max_new_tokens"}.get(
+        name
+    ) or present_name(name)
     if present is not None:
         return from_words(option_table()[present], words)
     if name == _THRESHOLD:
@@ -200,7 +261,10 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if _is_on(given.get("ref_reward_offload")) and "reward_pretrain" in given:
         values["reward.offload"] = True  # one name for both models
     if (coef := _number(given, "ptx_coef", 0.0, faults)) > 0:
-        faults.append(f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not built; set it to 0")
+        faults.append(
+            f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not built; "
+            "set it to 0"
+        )
     if any(name in given for name in _LENGTHS):
         prompt, response = (int(_number(given, name, 1024, faults)) for name in _LENGTHS)
         values |= {"data.max_len": prompt + response, "rollout.max_new_tokens": response}
@@ -208,9 +272,14 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         kind = next((str(given[name]) for name in _TYPE if name in given), "tis")
         kind = "icepop" if _is_on(given.get("use_icepop")) else kind
         if kind not in _TYPES:
-            faults.append(f"the type of importance correction must be one of {', '.join(_TYPES)}: got {kind}")
+            faults.append(
+                f"the type of importance correction must be one of {', '.join(_TYPES)}: got {kind}"
+            )
         level, mode = _TYPES.get(kind, _TYPES["tis"])
-        values |= {"algo.advantage.is_correction_level": level, "algo.advantage.is_correction_mode": mode}
+        values |= {
+            "algo.advantage.is_correction_level": level,
+            "algo.advantage.is_correction_mode": mode,
+        }
         if _THRESHOLD in given:
             values["algo.advantage.is_correction_threshold"] = given[_THRESHOLD]
     return values, faults

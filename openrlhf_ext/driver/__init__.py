@@ -1,1 +1,2 @@
-"""What runs in the driver's process: the training loop, and the groups of completions that stream into it."""
+"""What runs in the driver's process: the training loop, and the groups of completions that stream
+into it."""

@@ -1,4 +1,5 @@
-"""Prompts and their labels as a run uses them: formed, those that do not fit counted and skipped or refused."""
+"""Prompts and their labels as a run uses them: formed, those that do not fit counted and skipped or
+refused."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class OverlongPromptError(ValueError):
-    """Prompts are longer than the room left by the response, and ``data.overlong_prompts`` is ``error``."""
+    """Prompts are longer than the room left by the response, and ``data.overlong_prompts`` is
+    ``error``."""
 
 
 @dataclass(frozen=True)
 class PromptData:
-    """Prompts that fit, in the order of their records, with labels and ``datasource``; how many were skipped; where
-    those that fit stand among all, from 0. A data set of torch."""
+    """Prompts that fit, in the order of their records, with labels and ``datasource``; how many
+    were skipped; where those that fit stand among all, from 0. A data set of torch."""
 
     prompts: list[str]
     labels: list[Any]
@@ -35,13 +37,18 @@ class PromptData:
 
     def first(self, count: int) -> PromptData:
         return replace(
-            self, prompts=self.prompts[:count], labels=self.labels[:count], sources=self.sources[:count],
-            skipped_overlong=0, places=self.places[:count],
-        )  # fmt: skip
+            self,
+            prompts=self.prompts[:count],
+            labels=self.labels[:count],
+            sources=self.sources[:count],
+            skipped_overlong=0,
+            places=self.places[:count],
+        )
 
     @property
     def fingerprint(self) -> str:
-        """Changes if a prompt, a label or their order changes: a place in the data means something for these only."""
+        """Changes if a prompt, a label or their order changes: a place in the data means something
+        for these only."""
         digest = hashlib.sha256()
         for prompt, label in zip(self.prompts, self.labels, strict=True):
             digest.update(repr((prompt, label)).encode())
@@ -55,9 +62,13 @@ class PromptData:
 
 
 def load_prompts(
-    config: RunConfig, tokenizer: Any, paths: str, split: str | None, max_prompt_tokens: int,
+    config: RunConfig,
+    tokenizer: Any,
+    paths: str,
+    split: str | None,
+    max_prompt_tokens: int,
     probabilities: str | None = None,
-) -> PromptData:  # fmt: skip
+) -> PromptData:
     """Reads prompts and labels, without prompts of more than ``max_prompt_tokens`` tokens.
 
     Raises:
@@ -68,14 +79,19 @@ def load_prompts(
     data = config.data
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     with reading(paths, "as data"):
-        records = [*read_records(paths, split, wanted, data.max_samples, probabilities, config.train.seed)]
+        records = [
+            *read_records(paths, split, wanted, data.max_samples, probabilities, config.train.seed)
+        ]
     how = f"with data.input_key {wanted.prompt} and data.apply_chat_template {wanted.chat}"
     with reading(f"the prompts of {paths}", how):
-        prompts = [_formed(record[wanted.prompt], data.input_template, wanted.chat, tokenizer) for record in records]
+        prompts = [
+            _formed(record[wanted.prompt], data.input_template, wanted.chat, tokenizer)
+            for record in records
+        ]
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise InputError(
-            f"{len(empty)} of {len(prompts)} prompts of {paths} are empty once they are formed, the first is "
-            f"that of record {empty[0] + 1}; remove them"
+            f"{len(empty)} of {len(prompts)} prompts of {paths} are empty once they are formed, "
+            f"the first is that of record {empty[0] + 1}; remove them"
         )
     tokens = tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else []
     require_one_beginning(tokenizer, tokens, f"the prompts of {paths}")
@@ -85,17 +101,23 @@ def load_prompts(
     if skipped and data.overlong_prompts == "error":
         worst = max(range(len(lengths)), key=lengths.__getitem__)
         raise OverlongPromptError(
-            f"{skipped} of {len(lengths)} prompts of {paths} are longer than data.max_len - rollout.max_new_tokens = "
-            f"{max_prompt_tokens} tokens; the longest has {lengths[worst]}: {prompts[worst][:200]!r}. "
-            "Raise --data.max_len, lower --rollout.max_new_tokens, or set --data.overlong_prompts skip."
+            f"{skipped} of {len(lengths)} prompts of {paths} are longer than data.max_len - "
+            f"rollout.max_new_tokens = {max_prompt_tokens} tokens; the longest has "
+            f"{lengths[worst]}: {prompts[worst][:200]!r}. Raise --data.max_len, lower "
+            "--rollout.max_new_tokens, or set --data.overlong_prompts skip."
         )
     if not keep:
         raise ValueError(
-            f"no prompt of {paths} fits data.max_len - rollout.max_new_tokens = {max_prompt_tokens} tokens"
+            f"no prompt of {paths} fits data.max_len - rollout.max_new_tokens = "
+            f"{max_prompt_tokens} tokens"
         )
     if skipped:
         logger.warning(
-            "%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens
+            "%s: skipped %d of %d prompts longer than %d tokens",
+            paths,
+            skipped,
+            len(lengths),
+            max_prompt_tokens,
         )
     label_key = wanted.label
     return PromptData(
@@ -108,9 +130,14 @@ def load_prompts(
 
 
 def _formed(prompt: Any, template: str | None, chat: bool, tokenizer: Any) -> str:
-    """The text that is sampled from. Words such as ``<image>`` stay text: prompts have no other parts."""
+    """The text that is sampled from. Words such as ``<image>`` stay text: prompts have no other
+    parts."""
     if chat:
-        return str(tokenizer.apply_chat_template(as_chat(prompt), tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                as_chat(prompt), tokenize=False, add_generation_prompt=True
+            )
+        )
     return template.format(prompt) if template else prompt
 
 
@@ -120,7 +147,8 @@ def open_tokenizer(config: RunConfig) -> Any:
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:
-    """Training prompts, and those of each held-out set, that fit; warns of held-out prompts that are trained on."""
+    """Training prompts, and those of each held-out set, that fit; warns of held-out prompts that
+    are trained on."""
     data = config.data
     room = data.max_len - (config.rollout.max_new_tokens or 1)
     paths = required(data.prompt_dataset, "data.prompt_dataset")
@@ -131,9 +159,12 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[Promp
         found = load_prompts(config, tokenizer, each.paths, config.eval.split, own_room)
         if known := sum(prompt in trained for prompt in found.prompts):
             logger.warning(
-                "eval.dataset%s: %.1f %% of its %d prompts are trained on: its accuracy is not held-out accuracy",
-                f" {each.name}" if each.name else "", 100 * known / len(found), len(found),
-            )  # fmt: skip
+                "eval.dataset%s: %.1f %% of its %d prompts are trained on: its accuracy is not "
+                "held-out accuracy",
+                f" {each.name}" if each.name else "",
+                100 * known / len(found),
+                len(found),
+            )
         held_out.append(found)
     return prompts, held_out
 

@@ -1,10 +1,11 @@
-"""Engines that died or hang are replaced; the new one gets the present weights, and the prompts are sampled again.
+"""Engines that died or hang are replaced; the new one gets the present weights, and the prompts are
+sampled again.
 
-The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
-it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's
-reward function or of a policy rank end the run. While ``vllm.min_engines`` others are left, nobody waits for the new
-one, and a weight sync takes it in. Everything here happens in the driver's one thread: no two weight syncs or
-replacements meet.
+The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a
+weight sync names it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does
+not start. Errors of the user's reward function or of a policy rank end the run. While
+``vllm.min_engines`` others are left, nobody waits for the new one, and a weight sync takes it in.
+Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
 """
 
 from __future__ import annotations
@@ -55,19 +56,22 @@ def is_engine_fault(error: BaseException) -> bool:
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineDied | GenerationTimeout | RayActorError)
     # an answer was on the engine's node, and is lost with it
-    return isinstance(error, RayActorError | ObjectLostError | EngineDied | GenerationTimeout | EngineHangs)
+    return isinstance(
+        error, RayActorError | ObjectLostError | EngineDied | GenerationTimeout | EngineHangs
+    )
 
 
 def engines_at_fault(error: BaseException) -> tuple[int, ...]:
-    """Positions of the engines that an error of the policy's ranks, or of starting engines, blames."""
+    """Positions of the engines that an error of the policy's ranks, or of starting engines,
+    blames."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause.engines if isinstance(cause, EnginesAtFault | EngineStartError) else ()
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time. ``others``: of what it
-    returns besides the answer."""
+    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time.
+    ``others``: of what it returns besides the answer."""
 
     index: int
     engine: Any
@@ -77,8 +81,9 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines; counts these ``restarts``, and ``changes``: weight syncs and replacements that were waited for,
-    of which ``max_restarts`` are allowed. Engines keep their positions; ``there`` are those that work."""
+    """Replaces engines; counts these ``restarts``, and ``changes``: weight syncs and replacements
+    that were waited for, of which ``max_restarts`` are allowed. Engines keep their positions;
+    ``there`` are those that work."""
 
     def __init__(
         self,
@@ -92,9 +97,11 @@ class EngineSupervisor:
     ) -> None:
         """Args:
         engines: the run's engines, ready; replaced in place.
-        policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
+        policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the
+        disk.
         remember: told the name and ``process_info`` of every new engine.
-        deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
+        deadline: of the driver's phases; it starts anew when engines were replaced, which has its
+        own.
         """
         self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
@@ -104,29 +111,37 @@ class EngineSupervisor:
         fewest = None if policy is None else config.vllm.min_engines
         self._fewest = len(engines) if fewest is None else fewest
         self._present, self._ranks_know, self._joined = list(range(len(engines))), True, 0
-        # of new engines that nobody waits for, by position: what they were asked, and when they were started
+        # of new engines that nobody waits for, by position: what they were asked, and when they
+        # were started
         self._starts: dict[int, tuple[Any, float]] = {}
         self._note_processes(self.there)
 
     @property
     def there(self) -> dict[int, Any]:
-        """The engines that work by their positions, in the order in which the policy's ranks count them."""
+        """The engines that work by their positions, in the order in which the policy's ranks count
+        them."""
         return {index: self.engines[index] for index in self._present}
 
-    # ---- asking -----------------------------------------------------------------------------------------------------
+    # ---- asking
+    # ----------------------------------------------------------------------------------------------
 
     def ask(self, method: str) -> list[Any]:
-        """Call a method that answers quickly on every engine that works; one that dies or hangs is replaced, and asked
-        anew, or left out. Raises EngineLost: and no restart is left."""
+        """Call a method that answers quickly on every engine that works; one that dies or hangs is
+        replaced, and asked anew, or left out. Raises EngineLost: and no restart is left."""
         asked = [self.call(index, method) for index in self.there]
         return [answer for call in asked for answer in self._answers(call, method)]
 
     def call(self, index: int, method: str, *arguments: Any, others: int = 0) -> EngineCall:
-        """``others``: how many values the method returns besides its answer, for whoever has their references."""
+        """``others``: how many values the method returns besides its answer, for whoever has their
+        references."""
         engine = self.engines[index]
         if not others:
-            return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
-        reference, *more = getattr(engine, method).options(num_returns=1 + others).remote(*arguments)
+            return EngineCall(
+                index, engine, getattr(engine, method).remote(*arguments), self.changes
+            )
+        reference, *more = (
+            getattr(engine, method).options(num_returns=1 + others).remote(*arguments)
+        )
         return EngineCall(index, engine, reference, self.changes, tuple(more))
 
     def _answers(self, call: EngineCall, method: str) -> list[Any]:
@@ -143,13 +158,23 @@ class EngineSupervisor:
         return []
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
-        """The fault of engines that do not answer, with the lines of the user's code that one of them is in."""
+        """The fault of engines that do not answer, with the lines of the user's code that one of
+        them is in."""
         silent = sorted(indexes)
-        frames = (users_frames(ask_about(self._infos[index], ray_frames)) for index in silent if index in self._infos)
+        frames = (
+            users_frames(ask_about(self._infos[index], ray_frames))
+            for index in silent
+            if index in self._infos
+        )
         blocked = next(filter(None, frames), "")
-        where = f", in code that blocks the engine (await, or give it a thread):\n{blocked}" if blocked else ""
+        where = (
+            f", in code that blocks the engine (await, or give it a thread):\n{blocked}"
+            if blocked
+            else ""
+        )
         return EngineHangs(
-            f"{self._name}s {silent} did not answer within {self.config.vllm.hang_timeout_s:g} s: they hang{where}"
+            f"{self._name}s {silent} did not answer within {self.config.vllm.hang_timeout_s:g} "
+            f"s: they hang{where}"
         )
 
     def end_engines(self) -> None:
@@ -157,10 +182,12 @@ class EngineSupervisor:
         for index in range(len(self.engines)):
             self._end(index)
 
-    # ---- weight sync ------------------------------------------------------------------------------------------------
+    # ---- weight sync
+    # ----------------------------------------------------------------------------------------------
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
-        """Run a weight sync, to new engines too; as long as it blames engines, replace these and run it again."""
+        """Run a weight sync, to new engines too; as long as it blames engines, replace these and
+        run it again."""
         while True:
             self._take_in()
             handles = list(self.there.items())
@@ -178,12 +205,16 @@ class EngineSupervisor:
             finally:
                 self.changes += 1
 
-    # ---- replacing --------------------------------------------------------------------------------------------------
+    # ---- replacing
+    # ----------------------------------------------------------------------------------------------
 
-    def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
-        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done. Raises
-        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised. Those
-        that the run can do without are not waited for."""
+    def replace(
+        self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True
+    ) -> None:
+        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been
+        done. Raises
+        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault``
+        itself is raised. Those that the run can do without are not waited for."""
         lost = sorted(index for index, handle in faulty.items() if self.there.get(index) is handle)
         spare = len(self._present) - self._fewest
         indexes = to_start = lost[spare:]
@@ -192,7 +223,11 @@ class EngineSupervisor:
         if not to_start:
             return
         # the processes end, new ones start, and the policy may be in the middle of a step
-        seconds = _END_S * len(indexes) + self.config.vllm.start_timeout_s + self.config.train.step_timeout_s
+        seconds = (
+            _END_S * len(indexes)
+            + self.config.vllm.start_timeout_s
+            + self.config.train.step_timeout_s
+        )
         while to_start:
             with self._deadline.suspended(seconds, f"replacing {self._name}s {indexes}"):
                 self._spend(to_start, fault)
@@ -204,7 +239,10 @@ class EngineSupervisor:
                     to_start = []
                 except Exception as error:
                     places = indexes if isinstance(error, EngineStartError) else self._present
-                    to_start, fault = sorted(places[place] for place in engines_at_fault(error)), error
+                    to_start, fault = (
+                        sorted(places[place] for place in engines_at_fault(error)),
+                        error,
+                    )
                     if not to_start:
                         raise
         self.changes += 1
@@ -220,46 +258,67 @@ class EngineSupervisor:
         self.restarts += len(indexes)
         logger.warning(
             "replacing %ss %s (restart %d of at most %d): %s",
-            self._name, list(indexes), self.restarts - self._joined, self.config.vllm.max_restarts, _one_line(fault),
-        )  # fmt: skip
+            self._name,
+            list(indexes),
+            self.restarts - self._joined,
+            self.config.vllm.max_restarts,
+            _one_line(fault),
+        )
         self._events.note(
-            "engine_replaced", engines=list(indexes), of=self._name, restarts=self.restarts, why=str(fault)
+            "engine_replaced",
+            engines=list(indexes),
+            of=self._name,
+            restarts=self.restarts,
+            why=str(fault),
         )
 
     def _end(self, index: int) -> None:
-        """Kill the actor and, on this host, its processes: one that hangs does not listen to Ray."""
+        """Kill the actor and, on this host, its processes: one that hangs does not listen to
+        Ray."""
         ray.kill(self.engines[index])
         victims = self._processes.pop(index, [])  # none are known of one that did not start
         for process in list(victims):
             with suppress(psutil.NoSuchProcess):
                 victims += process.children(recursive=True)
         for process in victims:
-            with suppress(psutil.NoSuchProcess):  # also if the pid belongs to another process by now
+            # also if the pid belongs to another process by now
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(victims, timeout=_END_S)
 
     def _bring_up(self, indexes: Sequence[int], with_weights: bool) -> None:
-        from openrlhf_ext.rollout.launch import wait_until_ready  # not at the top: it imports OpenRLHF
+        # not at the top: it imports OpenRLHF
+        from openrlhf_ext.rollout.launch import wait_until_ready
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]
         wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
         self._tell_ranks(indexes if with_weights else ())
-        logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
+        logger.info(
+            "%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start
+        )
 
     def _tell_ranks(self, fresh: Sequence[int] = ()) -> None:
-        """Which engines there are, to the policy's ranks; the ``fresh`` ones get the present weights."""
+        """Which engines there are, to the policy's ranks; the ``fresh`` ones get the present
+        weights."""
         if self._policy is not None:
-            told = {"engines": list(self.there.values()), "fresh": [self._present.index(index) for index in fresh]}
+            told = {
+                "engines": list(self.there.values()),
+                "fresh": [self._present.index(index) for index in fresh],
+            }
             # the policy may be in the middle of a step
-            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+            call_ranks(
+                self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told
+            )
         self._ranks_know = True
 
     def _note_processes(self, engines: dict[int, Any]) -> None:
         """Find out which processes the engines are; those of other machines are left to Ray."""
         questions = [engine.process_info.remote() for engine in engines.values()]
-        for index, info in zip(engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True):
+        for index, info in zip(
+            engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True
+        ):
             self._remember(f"{self._name} {index}", info)
             self._processes[index], self._infos[index] = [], info
             if info["machine"] == machine_id():
@@ -267,11 +326,12 @@ class EngineSupervisor:
                     with suppress(psutil.NoSuchProcess):
                         self._processes[index].append(psutil.Process(pid))
 
-    # ---- fewer engines, and more again ------------------------------------------------------------------------------
+    # ---- fewer engines, and more again
+    # ------------------------------------------------------------------------------
 
     def _do_without(self, index: int, fault: BaseException) -> None:
-        """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it then: now they may be
-        in the middle of a step."""
+        """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it
+        then: now they may be in the middle of a step."""
         self._present.remove(index)
         self._ranks_know = False
         with self._deadline.suspended(_END_S, f"ending {self._name} {index}"):
@@ -280,16 +340,21 @@ class EngineSupervisor:
         self._has_arrived(index)
         said = "%s %d is lost, the others go on (%d, vllm.min_engines %d): %s"
         logger.warning(said, self._name, index, len(self._present), self._fewest, _one_line(fault))
-        self._events.note("engine_lost", engine=index, of=self._name, alive=len(self._present), why=str(fault))
+        self._events.note(
+            "engine_lost", engine=index, of=self._name, alive=len(self._present), why=str(fault)
+        )
 
     def _has_arrived(self, index: int) -> bool:
-        """Whether a new engine is ready. One that is not started, or did not start, is started, once a minute at most;
-        Ray keeps it until there is room: a node may have to come back."""
+        """Whether a new engine is ready. One that is not started, or did not start, is started,
+        once a minute at most; Ray keeps it until there is room: a node may have to come back."""
         asked, since = self._starts[index]
         waited = time.monotonic() - since
         if asked is None:
             if waited >= _START_AGAIN_S:
-                self._starts[index] = self.engines.start_anew(index).process_info.remote(), time.monotonic()
+                self._starts[index] = (
+                    self.engines.start_anew(index).process_info.remote(),
+                    time.monotonic(),
+                )
             return False
         if waited < self.config.vllm.start_timeout_s and not ray.wait([asked], timeout=0)[0]:
             return False
@@ -305,8 +370,13 @@ class EngineSupervisor:
             return False
 
     def _take_in(self) -> None:
-        """Before a weight sync: new engines are there for it, and for nothing else until it has brought the weights."""
-        arrived = [index for index in self._starts if index not in self._present and self._has_arrived(index)]
+        """Before a weight sync: new engines are there for it, and for nothing else until it has
+        brought the weights."""
+        arrived = [
+            index
+            for index in self._starts
+            if index not in self._present and self._has_arrived(index)
+        ]
         self._present = sorted([*self._present, *arrived])
         if arrived or not self._ranks_know:
             self._tell_ranks()
@@ -333,8 +403,9 @@ class HangWatch:
         return min(_ASK_AGAIN_S, self._supervisor.config.vllm.hang_timeout_s / 4)
 
     def silent(self, busy: set[int]) -> dict[int, Any]:
-        """Ask the engines in ``busy``; position and handle of those that have not answered for too long. A weight sync
-        or a replacement has a deadline of its own: after it, the time of silence counts anew."""
+        """Ask the engines in ``busy``; position and handle of those that have not answered for too
+        long. A weight sync or a replacement has a deadline of its own: after it, the time of
+        silence counts anew."""
         now = time.monotonic()
         if self._supervisor.changes != self._changes:
             self._changes = self._supervisor.changes
@@ -360,27 +431,39 @@ def _one_line(error: BaseException) -> str:
         return "its process died"
     cause = error.cause if isinstance(error, RayTaskError) else error
     first, *others = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"
+    return (
+        f"{type(cause).__name__}: "
+        f"{' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"
+    )
 
 
 class GpuSharing:
-    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory (docs/modes.md).
+    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory
+    (docs/modes.md).
 
-    Both are there for a weight sync only: the policy's parameters and the engines' weights, not their KV caches. A
-    policy rank reloads what a call needs, generation and the sync wake the engines. No rank is at work while an
-    engine falls asleep: vLLM asserts that the device's free memory does not shrink meanwhile, whoever takes it, and
-    the engine would count as failed (vllm 0.32.0 v1/worker/gpu_worker.py:325).
+    Both are there for a weight sync only: the policy's parameters and the engines' weights, not
+    their KV caches. A policy rank reloads what a call needs, generation and the sync wake the
+    engines. No rank is at work while an engine falls asleep: vLLM asserts that the device's free
+    memory does not shrink meanwhile, whoever takes it, and the engine would count as failed (vllm
+    0.32.0 v1/worker/gpu_worker.py:325).
     """
 
-    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:
+    def __init__(
+        self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor
+    ) -> None:
         """The ``groups`` are of ranks that train, by name."""
-        self._groups, self._supervisor, self._timeout_s = groups, supervisor, config.train.step_timeout_s
+        self._groups, self._supervisor, self._timeout_s = (
+            groups,
+            supervisor,
+            config.train.step_timeout_s,
+        )
         self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
 
     @contextmanager
     def generation(self, trains: Callable[[], bool]) -> Iterator[None]:
-        """The engines have the GPUs; afterwards they sleep, whether they were used or not. ``trains`` says at the end
-        whether the policy is trained next: then the engines do not keep the old weights in host memory."""
+        """The engines have the GPUs; afterwards they sleep, whether they were used or not.
+        ``trains`` says at the end whether the policy is trained next: then the engines do not keep
+        the old weights in host memory."""
         if self._policy_sleeps:
             method = "offload_states"
             calls = {name: group.ask(method) for name, group in self._groups.items()}
@@ -393,12 +476,18 @@ class GpuSharing:
             self._supervisor.ask("discard_weights" if trains() else "sleep")
 
     def wake_weights(self) -> None:
-        """The engines take back the memory of their weights, not that of their KV caches. Raises EnginesAtFault: an
-        engine died or hangs (a weight sync, of which this is part, is repeated without it)."""
+        """The engines take back the memory of their weights, not that of their KV caches. Raises
+        EnginesAtFault: an engine died or hangs (a weight sync, of which this is part, is repeated
+        without it)."""
         if self._engines_sleep:
-            engines, timeout_s = [*self._supervisor.there.values()], self._supervisor.config.vllm.hang_timeout_s
+            engines, timeout_s = (
+                [*self._supervisor.there.values()],
+                self._supervisor.config.vllm.hang_timeout_s,
+            )
             doing = "waking up for new weights"
-            EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
+            EngineCalls.start(
+                engines, "wake_weights", [()] * len(engines), doing, timeout_s
+            ).finish()
 
     def make_room_for_policy(self) -> None:
         """The engines give up weights and KV caches; the weights come back as they were."""

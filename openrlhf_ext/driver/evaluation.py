@@ -30,24 +30,30 @@ class HeldOut:
     prompts: Sequence[Prompt]
 
     def requests(self, config: RunConfig) -> dict[Key, GroupRequest]:
-        """What the engines are asked for. Seeds are those of ``openrlhf-ext evaluate --seed <train.seed>``: of the
-        prompt's place in the file and the sample's number, whatever the weights."""
+        """What the engines are asked for. Seeds are those of
+        ``openrlhf-ext evaluate --seed <train.seed>``: of the prompt's place in the file and the
+        sample's number, whatever the weights."""
         options = self.options
         longest = options.max_new_tokens or config.rollout.max_new_tokens
         sampling = Sampling(options.temperature, options.top_p, longest, config.data.max_len)
         grader = None if options.remote_url == config.reward.remote_url else options.remote_url
         return {
             (f"evaluating {options.name}".strip(), prompt.number): GroupRequest(
-                prompt.text, prompt.label, options.n_samples_per_prompt, sampling, (config.train.seed, prompt.number),
+                prompt.text,
+                prompt.label,
+                options.n_samples_per_prompt,
+                sampling,
+                (config.train.seed, prompt.number),
                 grader=grader,
             )
             for prompt in self.prompts
-        }  # fmt: skip
+        }
 
 
 @dataclass
 class Evaluation:
-    """One evaluation under way, of the weights after ``step`` steps, which the engines know as ``version``;
+    """One evaluation under way, of the weights after ``step`` steps, which the engines know as
+    ``version``;
     ``restarts``: of engines before it."""
 
     step: int
@@ -60,7 +66,9 @@ class Evaluation:
     def all_requests(self) -> dict[Key, GroupRequest]:
         return {key: request for of_set in self.requests for key, request in of_set.items()}
 
-    def groups(self, sets: Sequence[HeldOut], answers: Mapping[Key, list[Response]]) -> list[list[Group]]:
+    def groups(
+        self, sets: Sequence[HeldOut], answers: Mapping[Key, list[Response]]
+    ) -> list[list[Group]]:
         """The answers as groups, set by set."""
         return [
             [Group(prompt, answers[key]) for prompt, key in zip(each.prompts, keys, strict=True)]
@@ -73,16 +81,22 @@ def weight_versions(responses: Sequence[Response]) -> set[int]:
     return {version for response in responses for version, _, _ in response.versions}
 
 
-def evaluation_metrics(sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts) -> dict[str, float]:
-    """Metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` of one set without a name; of sets with
-    names ``eval/NAME/...``, and means over the sets."""
-    found = [set_metrics(own, each.temperature, texts) for each, own in zip(sets, groups, strict=True)]
+def evaluation_metrics(
+    sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts
+) -> dict[str, float]:
+    """Metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` of one set without
+    a name; of sets with names ``eval/NAME/...``, and means over the sets."""
+    found = [
+        set_metrics(own, each.temperature, texts) for each, own in zip(sets, groups, strict=True)
+    ]
     if not sets[0].name:
         return {f"eval/{name}": value for name, value in found[0].items()} | _by_source(groups[0])
     metrics = {f"eval/{name}": sum(each[name] for each in found) / len(found) for name in _MEANS}
     # of a mean over sets that are sampled independently
     for name in ("eval/accuracy_stderr", "eval/score_mean_stderr"):
-        metrics[name] = math.hypot(*(each[name.removeprefix("eval/")] for each in found)) / len(found)
+        metrics[name] = math.hypot(*(each[name.removeprefix("eval/")] for each in found)) / len(
+            found
+        )
     metrics["eval/samples"] = sum(each["samples"] for each in found)
     for options, each in zip(sets, found, strict=True):
         metrics |= {f"eval/{options.name}/{name}": value for name, value in each.items()}
@@ -90,11 +104,14 @@ def evaluation_metrics(sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Gro
 
 
 def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts) -> dict[str, float]:
-    """Of one set: accuracy (share of right completions: mean@n), mean score, both with their standard error over
-    prompts, mean reward and length, pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs
-    completions that state answers (``rewards.answers``), an entropy the engine's log-probs."""
+    """Of one set: accuracy (share of right completions: mean@n), mean score, both with their
+    standard error over prompts, mean reward and length, pass@k and maj@k, length and entropy of
+    right and of wrong completions. maj@k needs completions that state answers
+    (``rewards.answers``), an entropy the engine's log-probs."""
     responses = [response for group in groups for response in group.responses]
-    shares = [accuracy([graded(response.score) for response in group.responses]) for group in groups]
+    shares = [
+        accuracy([graded(response.score) for response in group.responses]) for group in groups
+    ]
     return {
         "accuracy": fmean(shares),
         "accuracy_stderr": _standard_error(shares),
@@ -119,8 +136,13 @@ def _is_right(response: Response) -> bool:
 def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
     samples = len(groups[0].responses)
     right = [[_is_right(response) for response in group.responses] for group in groups]
-    metrics = {f"pass@{k}": fmean(shares) for k, shares in passes_at_k(right, powers_of_two(samples)).items()}
-    stated = [stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)]
+    metrics = {
+        f"pass@{k}": fmean(shares)
+        for k, shares in passes_at_k(right, powers_of_two(samples)).items()
+    }
+    stated = [
+        stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)
+    ]
     votes = [list(zip(*pair, strict=True)) for pair in zip(stated, right, strict=True)]
     for k, counted in majorities(votes, powers_of_two(samples)).items():
         metrics[f"maj@{k}"] = fmean(chance for chance, _ in counted)
@@ -128,8 +150,9 @@ def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
 
 
 def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> dict[str, float]:
-    """Mean length, and minus the mean log-prob that the tokens were sampled with: an estimate of the entropy of the
-    distribution that was sampled from, of which no tokens but the sampled ones are known. Of classes that exist."""
+    """Mean length, and minus the mean log-prob that the tokens were sampled with: an estimate of
+    the entropy of the distribution that was sampled from, of which no tokens but the sampled ones
+    are known. Of classes that exist."""
     metrics = {}
     for name, is_right in (("right", True), ("wrong", False)):
         own = [response for response in responses if _is_right(response) == is_right]
@@ -139,15 +162,19 @@ def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> di
         logprobs = [response.logprobs_T for response in own if response.logprobs_T is not None]
         tokens = sum(map(len, logprobs))
         if temperature > 0 and tokens and len(logprobs) == len(own):
-            metrics[f"entropy_{name}"] = -sum(float(each.sum(dtype="float64")) for each in logprobs) / tokens
+            metrics[f"entropy_{name}"] = (
+                -sum(float(each.sum(dtype="float64")) for each in logprobs) / tokens
+            )
     return metrics
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of each of their best and
-    their mean score."""
-    sources = {source: [group for group in groups if group.prompt.source == source] for source in
-               sorted({group.prompt.source for group in groups})}  # fmt: skip
+    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of
+    each of their best and their mean score."""
+    sources = {
+        source: [group for group in groups if group.prompt.source == source]
+        for source in sorted({group.prompt.source for group in groups})
+    }
     if len(sources) < 2:
         return {}
     metrics = {}

@@ -1,10 +1,11 @@
-"""The driver runs in a process of its own; its parent, in which there is no Ray, ends it where it cannot end itself.
+"""The driver runs in a process of its own; its parent, in which there is no Ray, ends it where it
+cannot end itself.
 
-Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without end, deaf to
-signals, while one of Ray's processes is stopped. So the driver tells its parent through a pipe until when it will have
-moved on, which processes it cannot do without, and how it ended. A driver that is late, that lost one of them, or that
-does not end after Ctrl-C, SIGTERM or SIGHUP is killed by the parent, which ends what is left of the run and says what
-happened.
+Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without
+end, deaf to signals, while one of Ray's processes is stopped. So the driver tells its parent
+through a pipe until when it will have moved on, which processes it cannot do without, and how it
+ended. A driver that is late, that lost one of them, or that does not end after Ctrl-C, SIGTERM or
+SIGHUP is killed by the parent, which ends what is left of the run and says what happened.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 _SIGNALS = {code: number for number, code in INTERRUPTED.items()}
 
 END_S = 30.0
-"""For the end of a run's processes: ray.shutdown takes up to 10 s, ``end_processes`` twice its grace."""
+"""For the end of a run's processes: ray.shutdown takes up to 10 s, ``end_processes`` twice its
+grace."""
 
 _LATE_S = 10.0  # a driver that is only slow ends its waits by itself
 _STOPPED_S = 20.0  # Ray's own health check gives a raylet 15 s
@@ -54,12 +56,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FINAL = (0, 2, *INTERRUPTED.values())  # exit codes after which nothing is tried again
 
 Train = Callable[[RunConfig, "Guard", int], int]
-"""Trains with a configuration, the guard and the number of the restart (0: the first try); returns the exit code."""
+"""Trains with a configuration, the guard and the number of the restart (0: the first try); returns
+the exit code."""
 
 
 class Guard:
-    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C, SIGTERM and SIGHUP raise
-    KeyboardInterrupt where the driver is; only the first counts, ``received`` on the monotonic clock at
+    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C, SIGTERM and
+    SIGHUP raise KeyboardInterrupt where the driver is; only the first counts, ``received`` on the
+    monotonic clock at
     ``received_at``. With ``pipe`` None nobody is told."""
 
     def __init__(self, pipe: Connection | None = None) -> None:
@@ -71,28 +75,34 @@ class Guard:
         self.received_at = math.inf
         self.events = EventLog()
 
-    # ---- telling ----------------------------------------------------------------------------------------------------
+    # ---- telling
+    # ----------------------------------------------------------------------------------------------
 
     def expect(self, seconds: float, doing: str) -> None:
-        """The driver will say something else within ``seconds``; ``doing`` tells what it does until then."""
+        """The driver will say something else within ``seconds``; ``doing`` tells what it does until
+        then."""
         self._tell(until=time.monotonic() + seconds, doing=doing, seconds=seconds)
 
     def progress(self, detail: str) -> None:
-        """How far the driver is with what it does, for the line of status; told once a second at most."""
+        """How far the driver is with what it does, for the line of status; told once a second at
+        most."""
         if time.monotonic() - self._told_at >= _PROGRESS_S:
             self._told_at = time.monotonic()
             self._tell(detail=detail)
 
     def step_ended(self, steps: int | None, seconds: float) -> None:
-        """One of ``steps`` steps has ended (None: nobody knows how many there are), after so many seconds."""
+        """One of ``steps`` steps has ended (None: nobody knows how many there are), after so many
+        seconds."""
         self._tell(ended_step=(steps, seconds))
 
     def watch(self, processes: Mapping[str, int], logs: str = "") -> None:
-        """The run cannot go on without these processes of this machine, by name their ids; ``logs`` is their folder."""
+        """The run cannot go on without these processes of this machine, by name their ids; ``logs``
+        is their folder."""
         self._tell(watched=dict(processes), logs=logs)
 
     def ended(self, code: int) -> None:
-        """The run has ended with this exit code, and its event is written; what follows is clearing up."""
+        """The run has ended with this exit code, and its event is written; what follows is clearing
+        up."""
         self._tell(code=code)
 
     def broke(self, error: str) -> None:
@@ -101,10 +111,12 @@ class Guard:
 
     def _tell(self, **facts: Any) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # the parent has died: this process is about to follow
+            # the parent has died: this process is about to follow
+            with contextlib.suppress(BrokenPipeError):
                 self._pipe.send({"step": self.events.step, **facts})
 
-    # ---- signals ----------------------------------------------------------------------------------------------------
+    # ---- signals
+    # ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """From now on the signals come here."""
@@ -115,7 +127,11 @@ class Guard:
     def _receive(self, number: int, _: object) -> None:
         if self.received is not None:
             return
-        self.received, self.received_at, self._pending = signal.Signals(number), time.monotonic(), True
+        self.received, self.received_at, self._pending = (
+            signal.Signals(number),
+            time.monotonic(),
+            True,
+        )
         if self._held_s is not None and number != signal.SIGINT:
             signal.setitimer(signal.ITIMER_REAL, max(self._held_s, 1e-6))
             return
@@ -126,7 +142,8 @@ class Guard:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer. Raises
+        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a
+        finalizer. Raises
         FileDisplaced: a folder of the run is somebody else's by now; looked at once a second."""
         if self._pending and (self._held_s is None or self.received == signal.SIGINT):
             raise KeyboardInterrupt
@@ -152,14 +169,15 @@ class Guard:
             signal.signal(number, signal.SIG_IGN)
 
 
-# ---- the parent -----------------------------------------------------------------------------------------------------
+# ---- the parent
+# --------------------------------------------------------------------------------------------------
 
 
 def run(config: RunConfig, train: Train) -> int:
-    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most. Returns the
-    driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP; 128 + n if it
-    was killed by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder
-    of this one."""
+    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at
+    most. Returns the driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143
+    = SIGTERM, 129 = SIGHUP; 128 + n if it was killed by signal n (137 also if Ray or this process
+    had to end it). Raises ConfigError: another run has a folder of this one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
@@ -176,12 +194,16 @@ def run(config: RunConfig, train: Train) -> int:
 
 
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
-    """One ``attempt``, and after a failure another one from the last checkpoint; where the run has written none, from
-    the beginning: those of others were moved aside (``own_folders``)."""
+    """One ``attempt``, and after a failure another one from the last checkpoint; where the run has
+    written none, from the beginning: those of others were moved aside (``own_folders``)."""
     for restart in range(config.train.max_restarts + 1):
         if restart:
-            logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
-            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
+            logger.warning(
+                "restart %d of %d (train.max_restarts)", restart, config.train.max_restarts
+            )
+            config = config.model_copy(
+                update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})}
+            )
         code = attempt(config, restart)
         if code in _FINAL or displaced():
             break
@@ -212,14 +234,22 @@ class _Parent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTED)
         driver.wait()
         self._driver = None
-        end_processes([child for child in psutil.Process().children(recursive=True) if child not in self._others])
+        end_processes(
+            [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if child not in self._others
+            ]
+        )
         return self._report(driver, config)
 
     def _report(self, driver: _Driver, config: RunConfig) -> int:
         """The exit code; says and writes down what the driver could not."""
         if driver.code is not None:
             if driver.killed_because:
-                logger.warning("the run had ended, but the driver had not: %s", driver.killed_because)
+                logger.warning(
+                    "the run had ended, but the driver had not: %s", driver.killed_because
+                )
             return driver.code
         if (number := self._received or _SIGNALS.get(driver.process.exitcode or 0)) is not None:
             logger.error("%s: %s\n%s", number.name, driver.why, resumption(config))
@@ -262,7 +292,8 @@ class _Driver:
         self._stopped: dict[str, float] = {}
         self._logs = self._lost_at_end = ""
 
-    # ---- while it lives ---------------------------------------------------------------------------------------------
+    # ---- while it lives
+    # ---------------------------------------------------------------------------------------------
 
     def interrupt(self, number: int, grace_s: float) -> None:
         """Hands a signal on, and sets the time until which the driver must have ended."""
@@ -271,7 +302,10 @@ class _Driver:
         if self._ends[0] == math.inf:
             what = f"saving (ckpt.grace_s {grace_s:g}) and ending" if saves else "ending"
             logger.warning("%s: %s", signal.Signals(number).name, what)
-            self._ends = (time.monotonic() + seconds, f"{signal.Signals(number).name}, which came {seconds:g} s ago")
+            self._ends = (
+                time.monotonic() + seconds,
+                f"{signal.Signals(number).name}, which came {seconds:g} s ago",
+            )
         if self.process.pid is not None and self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.process.pid, number)
@@ -291,9 +325,12 @@ class _Driver:
         self._lost_at_end = self._lost()  # before its parent ends what is left
 
     def _reap(self) -> None:
-        """Lets go of orphans that have ended: until then the driver, which waits for their end, still sees them."""
+        """Lets go of orphans that have ended: until then the driver, which waits for their end,
+        still sees them."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while (ended := os.waitid(os.P_ALL, 0, look)) is not None and ended.si_pid != self.process.pid:
+        while (
+            ended := os.waitid(os.P_ALL, 0, look)
+        ) is not None and ended.si_pid != self.process.pid:
             os.waitpid(ended.si_pid, 0)
 
     def _hear(self, timeout_s: float) -> None:
@@ -332,9 +369,12 @@ class _Driver:
         return self._lost()
 
     def _lost(self) -> str:
-        """Which processes the run cannot do without are gone, or which is stopped, and since when."""
+        """Which processes the run cannot do without are gone, or which is stopped, and since
+        when."""
         now = time.monotonic()
-        watched = self._watched | ({} if self.process.pid is None else {_DRIVER: _found(self.process.pid)})
+        watched = self._watched | (
+            {} if self.process.pid is None else {_DRIVER: _found(self.process.pid)}
+        )
         states = {name: _state(process) for name, process in watched.items()}
         # with the raylet Ray ends the driver, and the driver the GCS
         if gone := sorted((name for name in self._watched if states[name] is None), reverse=True):
@@ -345,7 +385,10 @@ class _Driver:
             if states[name] == psutil.STATUS_STOPPED:
                 since = self._stopped.setdefault(name, now)
                 if now - since > _STOPPED_S:
-                    return f"{_named(name, process)} has been stopped for {now - since:.0f} s{self._see_logs()}"
+                    return (
+                        f"{_named(name, process)} has been stopped for {now - since:.0f} "
+                        f"s{self._see_logs()}"
+                    )
                 continue
             self._stopped.pop(name, None)
         return ""
@@ -363,7 +406,8 @@ class _Driver:
         frames = self._traces.read().decode(errors="replace").splitlines()[1 : 1 + _FRAMES]
         return "\n".join(["", "--- where it was, innermost first", *frames])
 
-    # ---- afterwards -------------------------------------------------------------------------------------------------
+    # ---- afterwards
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def why(self) -> str:
@@ -377,8 +421,13 @@ class _Driver:
             name = signal.Signals(-code).name
             hint = ", often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
             return f"the driver was killed by {name}{hint}; it was {self._doing}"
-        why = self._lost_at_end or f"no process of Ray's on this machine is missing{self._see_logs()}"
-        return f"the driver was ended from inside (exit code {code}), as Ray does without its raylet: {why}"
+        why = (
+            self._lost_at_end or f"no process of Ray's on this machine is missing{self._see_logs()}"
+        )
+        return (
+            f"the driver was ended from inside (exit code {code}), as Ray does without its "
+            f"raylet: {why}"
+        )
 
     @property
     def exit_code(self) -> int:
@@ -386,16 +435,20 @@ class _Driver:
         code = self.process.exitcode or 0
         if code < 0:
             return 128 - code
-        return 1 if self.error else 128 + signal.SIGKILL  # for launch.sh both are drivers that were killed
+        # for launch.sh both are drivers that were killed
+        return 1 if self.error else 128 + signal.SIGKILL
 
 
-def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train: Train, restart: int) -> None:
+def _drive(
+    parent: int, pipe: Connection, traces: Any, config: RunConfig, train: Train, restart: int
+) -> None:
     """What the driver's process does; leaves with its exit code."""
     guard = Guard(pipe)
     die_with(parent)
     if sys.platform == "linux":
-        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no other one gets: the
-        # process grows with the steps, though the memory in use does not (benchmarks/soak.py)
+        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no
+        # other one gets: the process grows with the steps, though the memory in use does not
+        # (benchmarks/soak.py)
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
     code = 1
@@ -405,14 +458,16 @@ def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train:
         guard.expect(config.vllm.start_timeout_s, "starting the driver")
         code = train(config, guard, restart)
     except KeyboardInterrupt:
-        code = INTERRUPTED[guard.received or signal.SIGINT]  # before the run began: the parent says the rest
+        # before the run began: the parent says the rest
+        code = INTERRUPTED[guard.received or signal.SIGINT]
     except Exception:
         guard.broke(traceback.format_exc())
     sys.exit(code)
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Processes whose parents have died become children of this one, which ends them; or no longer."""
+    """Processes whose parents have died become children of this one, which ends them; or no
+    longer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.estimator import algorithm_name, engine_entropies, initial_entropy_prompts, old_logprobs
+from openrlhf_ext.config.estimator import (
+    algorithm_name,
+    engine_entropies,
+    initial_entropy_prompts,
+    old_logprobs,
+)
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
@@ -44,7 +49,14 @@ from openrlhf_ext.driver.processes import (
     start_policy,
 )
 from openrlhf_ext.driver.progress import Progress
-from openrlhf_ext.driver.rollouts import GroupRequests, GuidedRequests, PromptStream, Requests, Rollouts, all_prompts
+from openrlhf_ext.driver.rollouts import (
+    GroupRequests,
+    GuidedRequests,
+    PromptStream,
+    Requests,
+    Rollouts,
+    all_prompts,
+)
 from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
@@ -87,17 +99,22 @@ LayOut = Callable[[RunConfig], RunConfig]
 
 
 def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | None = None) -> int:
-    """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones. Returns 0, 1 = failed,
-    130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model that was downloaded does not fit the options,
-    or a file of the user's own cannot be used."""
+    """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones.
+    Returns 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model
+    that was downloaded does not fit the options, or a file of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config, lay_out)
-    guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
+    guard.expect(
+        config.vllm.start_timeout_s,
+        "looking for the data, then starting Ray (vllm.start_timeout_s)",
+    )
     preflight.check_hub_data(config)
     # after a restart the checkpoint is the run's own
     for tried in try_user_code(config) if restart else preflight.tried(config)[0]:
         logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
-    with EventLog(config.logger.beside("events.jsonl"), goes_on=config.ckpt.load_enable or restart > 0) as log:
+    with EventLog(
+        config.logger.beside("events.jsonl"), goes_on=config.ckpt.load_enable or restart > 0
+    ) as log:
         guard.events = log
         if restart:
             log.note("restart", number=restart, most=config.train.max_restarts)
@@ -109,9 +126,12 @@ def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | Non
 def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
     """Ray, the training, and the end of both; exit codes as those of ``run``."""
     session = RaySession(
-        policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
-        verbose=config.logger.verbose, guard=guard,
-    )  # fmt: skip
+        policy_ranks=config.training_ranks,
+        engines=config.engine_workers,
+        env=worker_env(config),
+        verbose=config.logger.verbose,
+        guard=guard,
+    )
     code = 0
     with ExitStack() as processes:
         try:
@@ -121,8 +141,16 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
             guard.ignore_signals()
             guard.expect(_DESCRIBE_S, "finding out why the run failed")
             failure = session.describe_failure(error)
-            logger.error("the run failed:\n%s\n(every frame: events.jsonl beside logger.metrics_path)", failure)
-            note_end(events, "failure", error=failure, traceback="".join(traceback.format_exception(error)))
+            logger.error(
+                "the run failed:\n%s\n(every frame: events.jsonl beside logger.metrics_path)",
+                failure,
+            )
+            note_end(
+                events,
+                "failure",
+                error=failure,
+                traceback="".join(traceback.format_exception(error)),
+            )
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
@@ -156,10 +184,15 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     clean_up(config)  # after an attempt that was killed
     parts = build_parts(config, session, events)
-    check_shared_folders(config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s)
+    check_shared_folders(
+        config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s
+    )
     loop = build_loop(config, parts)
     session.remember_children()
-    processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
+    processes = {
+        name: {key: about[key] for key in ("host", "pid")}
+        for name, about in session.processes.items()
+    }
     events.note("ready", steps=parts.steps, processes=processes)
     try:
         if initial_entropy_prompts(config):
@@ -180,7 +213,13 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     with parts.deadline.limit(limit_s, "writing the final checkpoint", "train.step_timeout_s"):
         loop.sharing.make_room_for_policy()
         logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-        write_hf(callers(parts.trained)["policy"], "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
+        write_hf(
+            callers(parts.trained)["policy"],
+            "policy",
+            config.ckpt.output_dir,
+            "ckpt.output_dir",
+            limit_s,
+        )
         write_card(config)
     if config.has_critic:
         with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
@@ -188,12 +227,17 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
 
 
 def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
-    """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
+    """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the
+    data."""
     start = Deadline(session.guard, config.train.step_timeout_s, config.vllm.hang_timeout_s)
     start.of_ranks = session.rank_progress
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
-        logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
+        logger.info(
+            "starting %d policy ranks and %d rollout engines",
+            config.world_size,
+            config.vllm.num_engines,
+        )
         if config.guide_samples:
             logger.info("and %d engines of the guide", config.guide.num_engines)
         with library_chatter(shown=config.logger.verbose):
@@ -203,13 +247,15 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config, start)
             session.find_gpus(start.remaining)
-            sync_settings(config, session.use_gpu, ())  # a transport that needs GPUs is refused before engines start
+            # a transport that needs GPUs is refused before engines start
+            sync_settings(config, session.use_gpu, ())
             engines = start_engines(config, session.use_gpu, places, start)
             guide_engines = start_guide_engines(config, session.use_gpu, start)
             policy = start_policy(config, places)
             auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
-                from openrlhf_ext.driver.data import load_data, open_tokenizer  # takes long: the others start meanwhile
+                # takes long: the others start meanwhile
+                from openrlhf_ext.driver.data import load_data, open_tokenizer
             tokenizer = open_tokenizer(config)
             prompts, held_out = load_data(config, tokenizer)
         steps = training_steps(config, len(prompts))
@@ -225,33 +271,54 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
         initialize_policy(config, session, policy, engines, probe, steps, start)
-    with start.limit(config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"):
+    with start.limit(
+        config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"
+    ):
         prove_start(config, policy, engines, start)
-    with start.limit(config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"):
+    with start.limit(
+        config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"
+    ):
         await_guide_engines(session, guide_engines, start)
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        trained = {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
+        trained = {"policy": policy} | (
+            {"critic": auxiliary.critic} if auxiliary.critic is not None else {}
+        )
         data, timeout_s = {"prompts": prompts.fingerprint}, config.train.step_timeout_s
         resumed = restore(config, callers(trained), data, timeout_s, events)
     supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
     guide_supervisor = None
     if guide_engines is not None:
-        guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
+        guide_supervisor = EngineSupervisor(
+            guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events
+        )
     return Parts(
-        tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
-        session, events, trained, resumed,
-    )  # fmt: skip
+        tokenizer,
+        policy,
+        auxiliary,
+        supervisor,
+        guide_supervisor,
+        prompts,
+        held_out,
+        steps,
+        start,
+        session,
+        events,
+        trained,
+        resumed,
+    )
 
 
 def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
-    """The training loop with everything that it drives, at the place where the run begins or goes on."""
+    """The training loop with everything that it drives, at the place where the run begins or goes
+    on."""
     from openrlhf_ext.compat import build_sinks
     from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
-    torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
+    # the data loader takes its shuffle from the global generator
+    torch.manual_seed(config.train.seed)
     deadline, sharing = parts.deadline, GpuSharing(config, parts.trained, parts.supervisor)
     loader = dataloader(parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
     source, why = old_logprobs(config)
@@ -261,7 +328,10 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
         guard=parts.session.guard,
         policy=parts.policy,
         rollouts=Rollouts(
-            PromptStream(loader, config.train.num_episodes), requests_of(config, parts), config, deadline,
+            PromptStream(loader, config.train.num_episodes),
+            requests_of(config, parts),
+            config,
+            deadline,
             sharing.generation,
         ),
         experience=ExperienceMaker(
@@ -275,7 +345,9 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
             replays=config.replays_rollout,
             tokenizer=parts.tokenizer,
             seed=config.train.seed,
-            end_tokens=end_tokens(saved_generation_config(Path(policy_path(config))), parts.tokenizer),
+            end_tokens=end_tokens(
+                saved_generation_config(Path(policy_path(config))), parts.tokenizer
+            ),
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,
@@ -286,7 +358,9 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
         gauges=StepGauges(parts.policy, shape, config, parts.events),
         judge=StepJudge(config),
         progress=Progress(
-            len(parts.prompts) * config.train.num_episodes, config.rollout.batch_size, config.train.max_minutes
+            len(parts.prompts) * config.train.num_episodes,
+            config.rollout.batch_size,
+            config.train.max_minutes,
         ),
         held_out=[
             HeldOut(options, all_prompts(dataloader(own), own.places))
@@ -294,11 +368,19 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
         ],
         sinks=build_sinks(upstream_args(config)),
         tokenizer=parts.tokenizer,
-        drift=DriftCheck(parts.policy, config.repeat_tolerance, probe_tolerance(config), config.train.step_timeout_s)
-        if config.train.drift_check else None,
+        drift=DriftCheck(
+            parts.policy,
+            config.repeat_tolerance,
+            probe_tolerance(config),
+            config.train.step_timeout_s,
+        )
+        if config.train.drift_check
+        else None,
         profiler=StepProfiler(parts.policy, config, parts.steps, parts.events),
-        checkpointer=build_checkpointer(config, callers(parts.trained), parts.prompts.fingerprint, parts.events),
-    )  # fmt: skip
+        checkpointer=build_checkpointer(
+            config, callers(parts.trained), parts.prompts.fingerprint, parts.events
+        ),
+    )
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
     begin_ledger(config, parts, loop)
@@ -310,11 +392,15 @@ def callers(groups: Mapping[str, RankGroup]) -> dict[str, Call]:
     return {name: partial(call_ranks, group, name) for name, group in groups.items()}
 
 
-def build_checkpointer(config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog) -> Checkpointer:
+def build_checkpointer(
+    config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog
+) -> Checkpointer:
     """What saves the run; ``prompts``: their fingerprint."""
     ckpt, timeout_s = config.ckpt, config.train.step_timeout_s
     best = (ckpt.best_metric_key, ckpt.keep_best)
-    return Checkpointer(config, groups, {"prompts": prompts}, timeout_s, events, best, ckpt.async_enable)
+    return Checkpointer(
+        config, groups, {"prompts": prompts}, timeout_s, events, best, ckpt.async_enable
+    )
 
 
 def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
@@ -322,13 +408,16 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     resume_step = parts.resumed.step if parts.resumed is not None else 0
 
     def texts(token_ids: list[int]) -> list[str]:
-        return parts.tokenizer.batch_decode([[token] for token in token_ids], clean_up_tokenization_spaces=False)
+        return parts.tokenizer.batch_decode(
+            [[token] for token in token_ids], clean_up_tokenization_spaces=False
+        )
 
     path = config.logger.beside("samples.jsonl")
     every, groups = config.logger.samples_every, config.logger.samples_groups
     return StepRecorder(
         config,
-        parts.steps if config.train.max_minutes is None else None,  # fewer, and nobody knows how many
+        # fewer, and nobody knows how many
+        parts.steps if config.train.max_minutes is None else None,
         resume_step,
         parts.events,
         f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
@@ -343,11 +432,16 @@ def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     digests = [*map(digest, data.prompts, data.labels)]
     loop.ledger = open_ledger(path, loop.step)
     loop.repeats = Repeats(digests, path)
-    loop.ledger.append({
-        "step": loop.step, "prompts": len(data), "episodes": config.train.num_episodes,
-        "skipped_overlong": data.skipped_overlong,
-        "episode": hash_of(digests), **loop.rollouts.place,
-    })  # fmt: skip
+    loop.ledger.append(
+        {
+            "step": loop.step,
+            "prompts": len(data),
+            "episodes": config.train.num_episodes,
+            "skipped_overlong": data.skipped_overlong,
+            "episode": hash_of(digests),
+            **loop.rollouts.place,
+        }
+    )
 
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
@@ -360,14 +454,18 @@ def requests_of(config: RunConfig, parts: Parts) -> Requests:
 
 
 def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:
-    """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and tells the algorithm."""
+    """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and
+    tells the algorithm."""
     from openrlhf_ext.driver.data import dataloader
 
     entropy = loop.initial_entropy  # of the first part of a run that was resumed
     if entropy is None:
         first = dataloader(parts.prompts.first(initial_entropy_prompts(config)))
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
-        logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
+        logger.info(
+            "initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)",
+            entropy,
+        )
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
     said = set(build_algorithm(config).options.cautions())  # by load_config
     loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
@@ -377,8 +475,9 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
 
 
 def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunConfig:
-    """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
-    Raises ConfigError: a model cannot be downloaded, or does not fit the options."""
+    """The configuration with folders as its models: a hub name is downloaded first, since every
+    rank reads files. Raises ConfigError: a model cannot be downloaded, or does not fit the
+    options."""
     given = config
     for section in (option.partition(".")[0] for option in config.model_options):
         options = getattr(config, section)

@@ -1,7 +1,9 @@
-"""The training loop, top to bottom: take finished groups, score, shape, train, publish, record, evaluate, save.
+"""The training loop, top to bottom: take finished groups, score, shape, train, publish, record,
+evaluate, save.
 
-It is one loop: synchronous training is the streaming one with ``train.max_staleness`` 0. Everything happens in this
-thread; while the policy is at work, the rollouts are looked after between two looks at the policy (``Rollouts.pump``).
+It is one loop: synchronous training is the streaming one with ``train.max_staleness`` 0. Everything
+happens in this thread; while the policy is at work, the rollouts are looked after between two looks
+at the policy (``Rollouts.pump``).
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingLoop:
-    """One run's training: ``step`` steps are done, the engines have the policy's weights ``version``. ``guard`` holds
-    SIGTERM while a step changes the weights; ``sinks`` are OpenRLHF's loggers (W&B, TensorBoard)."""
+    """One run's training: ``step`` steps are done, the engines have the policy's weights
+    ``version``. ``guard`` holds SIGTERM while a step changes the weights; ``sinks`` are OpenRLHF's
+    loggers (W&B, TensorBoard)."""
 
     config: RunConfig
     policy: RankGroup
@@ -82,8 +85,8 @@ class TrainingLoop:
     _finished: tuple[dict[str, Any], list[Group]] | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
-        first and after the last step."""
+        """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an
+        evaluation before the first and after the last step."""
         self.begin()
         while not self._time_is_up and (groups := self.take()):
             with self.profiler.step(self.step + 1):
@@ -127,21 +130,25 @@ class TrainingLoop:
         self.recorder.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
         if groups:
-            seconds, trains = time.perf_counter() - self._began, self.step >= frozen_steps(self.config)
+            seconds, trains = (
+                time.perf_counter() - self._began,
+                self.step >= frozen_steps(self.config),
+            )
             self.progress.take(self.rollouts.used_up, seconds, trains)
         self.checkpointer.poll()
         self._waited_s = time.perf_counter() - started
         return groups
 
     def score_and_shape(self, groups: Sequence[Group]) -> Experience:
-        """Old log-probs, values, rewards and reference log-probs; then advantages of whole groups, and every rank's
-        shard."""
+        """Old log-probs, values, rewards and reference log-probs; then advantages of whole groups,
+        and every rank's shard."""
         with self._limit(f"training step {self.step + 1}"):
             shown = self.recorder.samples.groups_due(self.step + 1)
             return self.experience.make(groups, self.version, self._get, shown=shown)
 
     def train(self, shards: list[TrainingShard]) -> dict[str, float]:
-        """Optimizer steps of policy and critic; all ranks of each return the same reduced metrics."""
+        """Optimizer steps of policy and critic; all ranks of each return the same reduced
+        metrics."""
         started = time.perf_counter()
         with self._limit(f"training step {self.step + 1}"):
             if self.drift is not None:
@@ -153,8 +160,11 @@ class TrainingLoop:
                 self._get(values)  # only one of the two has its states on the device at a time
             if self.step >= frozen_steps(self.config):
                 taken = self.policy.ask_replicas("take_shard", shards)
-                # not after a wait for all: a rank that stands still is found by those that meet it in `fit`
-                metrics |= self._get([*taken, *self.policy.ask("fit", *self.progress.of_policy)])[len(taken)]
+                # not after a wait for all: a rank that stands still is found by those that meet it
+                # in `fit`
+                metrics |= self._get([*taken, *self.policy.ask("fit", *self.progress.of_policy)])[
+                    len(taken)
+                ]
             if values:
                 metrics |= self._get(values)[0]
         self.step += 1
@@ -171,7 +181,9 @@ class TrainingLoop:
             resumed = self.checkpointer.go_back(why)
         self.judge.count(resumed.step)
         prompts, count = sorted(group.prompt.number for group in groups), self.judge.rollbacks
-        self.recorder.events.note("rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count)
+        self.recorder.events.note(
+            "rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count
+        )
         self.rollouts.skip(prompts)
         self.restore(resumed.state, resumed.arrays)
         self.recorder.repeat_from(self.step, self.rollouts.dropped)
@@ -189,7 +201,8 @@ class TrainingLoop:
             return self.experience.completed(made, self._get)
 
     def publish(self) -> dict[str, float]:
-        """Sends the weights to the engines and proves that they sample from them; measurements of rank 0."""
+        """Sends the weights to the engines and proves that they sample from them; measurements of
+        rank 0."""
         started = time.perf_counter()
         if not self.config.partial_rollouts:
             self.rollouts.drain()
@@ -218,7 +231,10 @@ class TrainingLoop:
         trained = [group.prompt.entry for group in made.groups]
         metrics["prompts/repeated"] = repeated = self.repeats.add(trained)
         if repeated:
-            text = "step %d trained %d prompts that the episode had before: the data began anew (openrlhf-ext ledger)"
+            text = (
+                "step %d trained %d prompts that the episode had before: the data began anew "
+                "(openrlhf-ext ledger)"
+            )
             logger.error(text, self.step, repeated)
         check_gauges(self.step, metrics, self.config.actor)
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
@@ -227,8 +243,8 @@ class TrainingLoop:
             self._no_gradient_said = True
             logger.warning(
                 "step %d has no gradient: no completion of a group is better than another "
-                "(algorithm/degenerate_groups), or none counts. If that goes on, look at rewards and completions "
-                "(logger.samples_every)",
+                "(algorithm/degenerate_groups), or none counts. If that goes on, look at "
+                "rewards and completions (logger.samples_every)",
                 self.step,
             )
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
@@ -236,19 +252,27 @@ class TrainingLoop:
             self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:
             sample = made.groups[0].responses[0]
-            shown = {"generated_samples": [self.tokenizer.decode(sample.tokens_S.tolist()), sample.reward]}
+            shown = {
+                "generated_samples": [
+                    self.tokenizer.decode(sample.tokens_S.tolist()),
+                    sample.reward,
+                ]
+            }
             for sink in self.sinks:
                 sink.log_train(self.step, record | shown)
         self._ended = now
 
     def _measured(self, made: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it changed nothing."""
+        """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it
+        changed nothing."""
         measured: dict[str, float] = {}
         if self.drift is not None and made.old is not None:
             with self._limit(f"the drift check of step {self.step}"):
                 self.sharing.make_room_for_policy()
                 again = self.experience.old_logprobs(made.batch, self._get)
-                measured |= self.drift.after_training(made.old, again, metrics.get("mismatch/mean_abs"))
+                measured |= self.drift.after_training(
+                    made.old, again, metrics.get("mismatch/mean_abs")
+                )
         return measured | self.gauges.collect(made.batch, metrics)
 
     def evaluate_and_save(self) -> None:
@@ -284,24 +308,35 @@ class TrainingLoop:
             self.evaluate()
         self.ledger.append({"end": self.step, **self.rollouts.account(ended=True)})
         if table := self.profiler.table():
-            logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
+            logger.info(
+                "seconds of the profiled steps by kind of work (traces: profile/):\n%s", table
+            )
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
-        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time."""
+        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as
+        ``ckpt.grace_s`` is long enough. Not of a step that is half done, and not after Ctrl-C: who
+        is there can say when it is time."""
         self.guard.ignore_signals()
         grace_s, number = self.config.ckpt.grace_s, self.guard.received
         if number in (None, signal.SIGINT) or not grace_s:
             return
         if self._finished is None:
-            logger.error("no checkpoint was saved after %s: no step has ended, or not within ckpt.grace_s", number.name)
+            logger.error(
+                "no checkpoint was saved after %s: no step has ended, or not within ckpt.grace_s",
+                number.name,
+            )
             return
         seconds = grace_s - (time.monotonic() - self.guard.received_at)
         try:
-            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"):
+            with self.deadline.limit(
+                max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"
+            ):
                 if self.config.engines_share_gpus:
-                    self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
-                self.checkpointer.save_before_the_end(_with_groups(*self._finished), self.deadline.remaining)
+                    # they may be sampling, on the memory that the policy needs
+                    self.supervisor.end_engines()
+                self.checkpointer.save_before_the_end(
+                    _with_groups(*self._finished), self.deadline.remaining
+                )
         except Exception as error:
             logger.error("no checkpoint was saved after %s: %s", number.name, error)
 
@@ -315,13 +350,16 @@ class TrainingLoop:
         for log in (*self.sinks, self.recorder, self.ledger):
             try:
                 log.close()
-            except Exception as error:  # what the run ends by is more important, and has perhaps the same reason
+            # what the run ends by is more important, and has perhaps the same reason
+            except Exception as error:
                 logger.error("a log could not be closed: %s", error)
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # ----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float] | None:
-        """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""
+        """Samples every held-out prompt; accuracy is the mean of the reward function's
+        ``scores``."""
         if not self.held_out:
             return None
         evaluation = self._begun_evaluation()
@@ -340,33 +378,45 @@ class TrainingLoop:
             self.rollouts.ask_others(self._evaluation.all_requests)
 
     def _finish_evaluation(self) -> dict[str, float]:
-        """Waits for the evaluation beside training, before the engines get other weights. The time that it takes is no
-        part of the step's."""
+        """Waits for the evaluation beside training, before the engines get other weights. The time
+        that it takes is no part of the step's."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is None:
             return {}
         started = time.perf_counter()
         doing = f"waiting for the evaluation of step {evaluation.step}"
-        answers = self.rollouts.await_others(evaluation.all_requests, doing, lambda: bool(self.guard.received))
+        answers = self.rollouts.await_others(
+            evaluation.all_requests, doing, lambda: bool(self.guard.received)
+        )
         if answers is None:  # what is left of the step has ckpt.grace_s
-            logger.warning("the evaluation of step %d is given up: the run was told to end", evaluation.step)
+            logger.warning(
+                "the evaluation of step %d is given up: the run was told to end", evaluation.step
+            )
             return {}
         versions = {version for group in answers.values() for version in weight_versions(group)}
         if versions <= {evaluation.version}:
             self._count(evaluation, answers)
         elif self.supervisor.restarts == evaluation.restarts:
             raise AssertionError(
-                f"the evaluation of step {evaluation.step} is of weights {evaluation.version}, and has tokens of "
-                f"{sorted(versions)}"
+                f"the evaluation of step {evaluation.step} is of weights {evaluation.version}, "
+                f"and has tokens of {sorted(versions)}"
             )
         else:  # an engine that takes the place of another one gets the policy's weights of now
-            logger.error("the evaluation of step %d is left out: an engine was replaced meanwhile", evaluation.step)
+            logger.error(
+                "the evaluation of step %d is left out: an engine was replaced meanwhile",
+                evaluation.step,
+            )
         waited = time.perf_counter() - started
         self._ended += waited
         return {"time/wait_eval": waited}
 
-    def _count(self, evaluation: Evaluation, answers: Mapping[Any, list[Response]]) -> dict[str, float]:
-        sets, groups = [each.options for each in self.held_out], evaluation.groups(self.held_out, answers)
+    def _count(
+        self, evaluation: Evaluation, answers: Mapping[Any, list[Response]]
+    ) -> dict[str, float]:
+        sets, groups = (
+            [each.options for each in self.held_out],
+            evaluation.groups(self.held_out, answers),
+        )
         logs = evaluation_metrics(sets, groups, self._texts)
         logs["time/eval"] = time.perf_counter() - evaluation.started
         self.recorder.evaluation(evaluation.step, logs)
@@ -377,11 +427,15 @@ class TrainingLoop:
     def _texts(self, responses: Sequence[Response]) -> list[str]:
         """Of completions, from their first token on."""
         starts = [len(response.tokens_S) - response.written for response in responses]
-        tokens = [response.tokens_S[start:].tolist() for response, start in zip(responses, starts, strict=True)]
+        tokens = [
+            response.tokens_S[start:].tolist()
+            for response, start in zip(responses, starts, strict=True)
+        ]
         return self.tokenizer.batch_decode(tokens)
 
     def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
-        """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
+        """Mean over completions of their mean token entropy, before training (``<H>_ini`` of
+        gtpo_conflict), nats."""
         samples, doing = self.config.rollout.n_samples_per_prompt, "measuring the initial entropy"
         groups = self.rollouts.sample(prompts, samples, self.rollouts.sampling, doing)
         self._engine_stats()
@@ -392,19 +446,24 @@ class TrainingLoop:
 
     def _engine_stats(self) -> list[dict[str, Any]]:
         """What the engines, those of a guide included, measured since the last call."""
-        results = [stats for supervisor in self._supervisors for stats in supervisor.ask("rollout_stats")]
+        results = [
+            stats for supervisor in self._supervisors for stats in supervisor.ask("rollout_stats")
+        ]
         for message in (m for result in results for m in result["reward_failures"]):
-            logger.error("grading failed: %s", message)  # the engine's own log is not on the user's terminal
+            # the engine's own log is not on the user's terminal
+            logger.error("grading failed: %s", message)
         return results
 
     @property
     def _supervisors(self) -> list[EngineSupervisor]:
         return [each for each in (self.supervisor, self.guide_supervisor) if each is not None]
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """What a resumed run has to know: plain values, and the arrays of the groups that wait for training."""
+        """What a resumed run has to know: plain values, and the arrays of the groups that wait for
+        training."""
         return _with_groups(*self._state())
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
@@ -420,24 +479,29 @@ class TrainingLoop:
             "progress": self.progress.state_dict(),
             "last_evaluation": self.recorder.last_evaluation,
             "random_states": {
-                "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "torch": torch.get_rng_state(),
             },
-        }  # fmt: skip
+        }
         return state, waiting
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Goes on where :meth:`state` was taken, before ``run`` or in it; nothing is in flight."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
-        if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
-            tells = [all(each.entropies_T is not None for each in group.responses) for group in finished]
+        # algo.entropies was policy when the others were sampled
+        if self.experience.engine_entropies:
+            tells = [
+                all(each.entropies_T is not None for each in group.responses) for group in finished
+            ]
             again = [group.prompt for group, told in zip(finished, tells, strict=True) if not told]
             finished = [group for group, told in zip(finished, tells, strict=True) if told]
             in_flight = [*again, *in_flight]
             if again:
                 logger.warning(
-                    "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs: "
-                    "they are asked for again",
+                    "%d groups of the checkpoint were sampled without entropies, which "
+                    "algo.entropies engine needs: they are asked for again",
                     len(again),
                 )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
@@ -454,10 +518,14 @@ class TrainingLoop:
     def _restore_progress(self, state: Mapping[str, Any]) -> None:
         # earlier releases kept none: a batch was trained in each step
         batch = self.config.rollout.batch_size
-        earlier = {"used": self.step * batch, "policy_from": min(self.step, frozen_steps(self.config)) * batch}
+        earlier = {
+            "used": self.step * batch,
+            "policy_from": min(self.step, frozen_steps(self.config)) * batch,
+        }
         self.progress.load_state_dict(state.get("progress", earlier))
 
-    # ---- waiting ----------------------------------------------------------------------------------------------------
+    # ---- waiting
+    # ----------------------------------------------------------------------------------------------
 
     def _limit(self, doing: str) -> AbstractContextManager:
         return self.deadline.limit(self.config.train.step_timeout_s, doing, "train.step_timeout_s")
@@ -468,7 +536,7 @@ class TrainingLoop:
 
 
 def _with_groups(state: dict[str, Any], waiting: list[Group]) -> State:
-    """What a checkpoint keeps: the groups as plain values and arrays. This fetches their experts, where those are to be
-    replayed."""
+    """What a checkpoint keeps: the groups as plain values and arrays. This fetches their experts,
+    where those are to be replayed."""
     finished, arrays = plain_groups(waiting)
     return state | {"finished": finished}, arrays

@@ -1,8 +1,9 @@
-"""Where ranks go: bundles that are reserved with a deadline, sorted so that tensor-parallel groups stay on one node.
+"""Where ranks go: bundles that are reserved with a deadline, sorted so that tensor-parallel groups
+stay on one node.
 
-Ray numbers bundles in no particular order of nodes: rank i in bundle i may put neighbors of a tensor-parallel group,
-which talk in every layer, on two nodes. What cannot be sorted into place is refused with the table of who would be
-where.
+Ray numbers bundles in no particular order of nodes: rank i in bundle i may put neighbors of a
+tensor-parallel group, which talk in every layer, on two nodes. What cannot be sorted into place is
+refused with the table of who would be where.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SHARED_FRACTION = 0.2
-"""GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts, memory is not divided."""
+"""GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts, memory is
+not divided."""
 
 
 class PlacementError(RuntimeError):
@@ -45,19 +47,24 @@ class RankBlock:
         return len(self.nodes) > 1
 
 
-def place_ranks(nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None) -> list[int]:
-    """The bundle of each rank, in rank order: tensor- and context-parallel ranks are neighbors in every order of
+def place_ranks(
+    nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None
+) -> list[int]:
+    """The bundle of each rank, in rank order: tensor- and context-parallel ranks are neighbors in
+    every order of
     ``megatron/layout.py``, so their groups are blocks.
 
-    Nodes that hold whole blocks come first, so that as few blocks as possible are split. Tensor-parallel groups must
-    be on one node (or PlacementError has the table of all), blocks (tensor times context parallel) should be.
+    Nodes that hold whole blocks come first, so that as few blocks as possible are split.
+    Tensor-parallel groups must be on one node (or PlacementError has the table of all), blocks
+    (tensor times context parallel) should be.
     """
     order = _node_order(nodes, tensor_size, block_size or tensor_size)
     if any(block.is_split for block in blocks(order, nodes, tensor_size)):
         raise PlacementError(
-            f"a tensor-parallel group of {tensor_size} ranks would be on more than one node, and every layer would "
-            f"wait for the network:\n{node_table(order, nodes, tensor_size)}\nUse nodes whose free GPUs are "
-            f"multiples of the tensor-parallel size, or a smaller one"
+            f"a tensor-parallel group of {tensor_size} ranks would be on more than one node, and "
+            f"every layer would wait for the network:\n{node_table(order, nodes, tensor_size)}\n"
+            "Use nodes whose free GPUs are multiples of the tensor-parallel size, or a smaller "
+            "one"
         )
     return order
 
@@ -66,7 +73,9 @@ def blocks(order: Sequence[int], nodes: Sequence[str], size: int) -> Iterator[Ra
     """The ranks in blocks of ``size`` neighbors."""
     for first in range(0, len(order), size):
         members = order[first : first + size]
-        yield RankBlock(first, len(members), tuple(dict.fromkeys(nodes[bundle] for bundle in members)))
+        yield RankBlock(
+            first, len(members), tuple(dict.fromkeys(nodes[bundle] for bundle in members))
+        )
 
 
 def node_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
@@ -79,22 +88,29 @@ def node_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
 
 
 def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list[int]:
-    """Bundles grouped by node: first nodes of whole blocks, then of whole tensor-parallel groups, then the others."""
+    """Bundles grouped by node: first nodes of whole blocks, then of whole tensor-parallel groups,
+    then the others."""
     count = Counter(nodes)
     first_bundle = {node: nodes.index(node) for node in count}
 
     def key(bundle: int) -> tuple:
         node = nodes[bundle]
-        return (count[node] % block_size != 0, count[node] % tensor_size != 0, first_bundle[node], bundle)
+        return (
+            count[node] % block_size != 0,
+            count[node] % tensor_size != 0,
+            first_bundle[node],
+            bundle,
+        )
 
     return sorted(range(len(nodes)), key=key)
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by bundle index;
-    ``shared`` by several actors in a colocated run. Their rank 0 has to start ``until`` this time of the monotonic
-    clock."""
+    """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by
+    bundle index;
+    ``shared`` by several actors in a colocated run. Their rank 0 has to start ``until`` this time
+    of the monotonic clock."""
 
     group: PlacementGroup
     nodes: tuple[str, ...]
@@ -108,11 +124,14 @@ class Reservation:
 
     def slot(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle is scheduled."""
-        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=bundle
+        )
 
 
 def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) -> Reservation:
-    """Reserves ``count`` bundles on as few nodes as possible for ``what``, or raises PlacementError."""
+    """Reserves ``count`` bundles on as few nodes as possible for ``what``, or raises
+    PlacementError."""
     until = time.monotonic() + timeout_s
     group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(count)], strategy="PACK")
     try:
@@ -122,8 +141,8 @@ def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) ->
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         raise PlacementError(
             f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within "
-            f"{round(timeout_s, 1):g} s; the cluster has {total}, free are {free}: wait for other jobs to end, or use "
-            "fewer ranks or engines"
+            f"{round(timeout_s, 1):g} s; the cluster has {total}, free are {free}: wait for "
+            "other jobs to end, or use fewer ranks or engines"
         ) from error
     return Reservation(group, _nodes_of(group, count), until, shared)
 
@@ -135,15 +154,23 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 
 
 class RankGroup:
-    """One actor per rank of a layout, each in a bundle of its own. For the sizes, and PlacementError, see
+    """One actor per rank of a layout, each in a bundle of its own. For the sizes, and
+    PlacementError, see
     ``place_ranks``; it is raised too if rank 0 does not start in time."""
 
     def __init__(
-        self, actor_class: Any, reservation: Reservation, layout: ParallelLayout, *, tensor_size: int = 1,
+        self,
+        actor_class: Any,
+        reservation: Reservation,
+        layout: ParallelLayout,
+        *,
+        tensor_size: int = 1,
         block_size: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.actor_class, self.reservation, self.layout = actor_class, reservation, layout
-        self.bundles = place_ranks(reservation.nodes, tensor_size=tensor_size, block_size=block_size)
+        self.bundles = place_ranks(
+            reservation.nodes, tensor_size=tensor_size, block_size=block_size
+        )
         _log_split_blocks(self.bundles, reservation.nodes, block_size or tensor_size)
         self.actors = [self._start(0, None, None)]
         if layout.world_size > 1:
@@ -155,19 +182,25 @@ class RankGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def ask_replicas(self, method: str, parts: Sequence[Any], *shared: Any) -> list[Any]:
-        """Calls a method of every rank with its replica's part, and what all get; returns the references of the
-        answers, in rank order. Only the first rank of a replica answers (``of_replicas``), but all have to succeed."""
+        """Calls a method of every rank with its replica's part, and what all get; returns the
+        references of the answers, in rank order. Only the first rank of a replica answers
+        (``of_replicas``), but all have to succeed."""
         if len(parts) != self.layout.data_parallel_size:
-            raise ValueError(f"{len(parts)} parts for {self.layout.data_parallel_size} data-parallel replicas")
+            raise ValueError(
+                f"{len(parts)} parts for {self.layout.data_parallel_size} data-parallel replicas"
+            )
         sent = [ray.put(part) for part in parts]  # once, not once for each rank
         replicas = [self.layout.place(rank).replica for rank in range(self.layout.world_size)]
         return [
-            actor.for_replica.remote(method, sent[r], *shared) for actor, r in zip(self.actors, replicas, strict=True)
+            actor.for_replica.remote(method, sent[r], *shared)
+            for actor, r in zip(self.actors, replicas, strict=True)
         ]
 
     def of_replicas(self, answers: Sequence[T]) -> list[T]:
         """The answer of each replica, out of the answers of all ranks."""
-        return [answers[self.layout.ranks(replica=r)[0]] for r in range(self.layout.data_parallel_size)]
+        return [
+            answers[self.layout.ranks(replica=r)[0]] for r in range(self.layout.data_parallel_size)
+        ]
 
     def _start(self, rank: int, address: str | None, port: int | None) -> Any:
         options = self.actor_class.options(
@@ -178,20 +211,24 @@ class RankGroup:
         return options.remote(self.layout.world_size, rank, address, port)
 
     def _address_of_rank_0(self) -> tuple[str, int]:
-        left, node = self.reservation.until - time.monotonic(), self.reservation.nodes[self.bundles[0]]
+        left, node = (
+            self.reservation.until - time.monotonic(),
+            self.reservation.nodes[self.bundles[0]],
+        )
         try:
             return ray.get(self.actors[0].get_master_addr_port.remote(), timeout=max(0.0, left))
         except ray.exceptions.GetTimeoutError as error:
             name = self.actor_class.__ray_metadata__.class_name
             raise PlacementError(
-                f"rank 0 of {name} on {node} did not start within the {round(left, 1):g} s that were left; raise "
-                "--vllm.start_timeout_s if this is expected to take longer"
+                f"rank 0 of {name} on {node} did not start within the {round(left, 1):g} s that "
+                "were left; raise --vllm.start_timeout_s if this is expected to take longer"
             ) from error
 
 
 def _log_split_blocks(order: list[int], nodes: tuple[str, ...], size: int) -> None:
     if any(block.is_split for block in blocks(order, nodes, size)):
         logger.warning(
-            "context-parallel ranks are on more than one node, their attention goes over the network:\n%s",
+            "context-parallel ranks are on more than one node, their attention goes over the "
+            "network:\n%s",
             node_table(order, nodes, size),
         )

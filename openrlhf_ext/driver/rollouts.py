@@ -1,10 +1,12 @@
-"""Groups of completions on their way to training: asked for, finished, filtered, queued, taken, or dropped.
+"""Groups of completions on their way to training: asked for, finished, filtered, queued, taken, or
+dropped.
 
-How far sampling may be ahead is one number, ``train.max_staleness`` N: the weight versions that a trained token may
-lag. A group that begins at version v has at most N batches before it, so it is trained at version v + N at the latest,
-unless it takes longer to sample than that: a straggler holds up nobody, its own group is late; or, if that is asked for
-(``train.late_groups wait``), batches are in the order of their prompts and wait. With N = 0 the engines are asked for
-one batch at a time and stand still while the policy trains.
+How far sampling may be ahead is one number, ``train.max_staleness`` N: the weight versions that a
+trained token may lag. A group that begins at version v has at most N batches before it, so it is
+trained at version v + N at the latest, unless it takes longer to sample than that: a straggler
+holds up nobody, its own group is late; or, if that is asked for (``train.late_groups wait``),
+batches are in the order of their prompts and wait. With N = 0 the engines are asked for one batch
+at a time and stand still while the policy trains.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rewards.grading import RewardFailureLimit
-from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
+from openrlhf_ext.rollout.response import (
+    GroupRequest,
+    InvalidWeights,
+    Response,
+    Sampling,
+    derived_seed,
+    graded,
+)
 from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Entry, digest
 
 logger = logging.getLogger(__name__)
@@ -36,21 +45,23 @@ _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
 
 Key = int | tuple[str, int]
-"""Of a group that is asked for: the prompt's number; with the purpose, if it is not one of training."""
+"""Of a group that is asked for: the prompt's number; with the purpose, if it is not one of
+training."""
 
 
 class FilterExhaustedError(RuntimeError):
     """Dynamic sampling went through its budget of prompts without filling a batch."""
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
+# ---- prompts
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was drawn, ``number`` others before it (held-out ones: its place in the file, from 0); its text
-    is sampled from, the reward function gets its label. ``source``: what its record calls ``datasource``, of held-out
-    prompts only."""
+    """One prompt that was drawn, ``number`` others before it (held-out ones: its place in the file,
+    from 0); its text is sampled from, the reward function gets its label. ``source``: what its
+    record calls ``datasource``, of held-out prompts only."""
 
     number: int
     text: str
@@ -64,7 +75,8 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts from OpenRLHF's resumable loader, one at a time, until the episodes are over."""
+    """Draws prompts from OpenRLHF's resumable loader, one at a time, until the episodes are
+    over."""
 
     def __init__(self, loader: Any, episodes: int) -> None:
         self._loader, self._episodes = loader, episodes
@@ -105,7 +117,8 @@ def all_prompts(loader: Iterable[Any], places: Sequence[int] | None = None) -> l
     ]
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------
+# ---- groups
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the policy's weights that sampled any of its tokens; None if the responses do not tell."""
+        """Of the policy's weights that sampled any of its tokens; None if the responses do not
+        tell."""
         of_policy = [response for response in self.responses if not response.from_guide]
         return min((version for r in of_policy for version, _, _ in r.versions), default=None)
 
@@ -127,7 +141,8 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
-        """What dynamic sampling and evaluations go by, which a run whose rewards are a reward model's does not have."""
+        """What dynamic sampling and evaluations go by, which a run whose rewards are a reward
+        model's does not have."""
         return [graded(response.score) for response in self.responses]
 
     @property
@@ -136,17 +151,23 @@ class Group:
 
 
 class GroupRequests:
-    """Groups that the engines are asked for: as many as they can batch, each from the engine with the least to do.
+    """Groups that the engines are asked for: as many as they can batch, each from the engine with
+    the least to do.
 
-    What is more waits here, so that questions and weight updates never wait behind prompts in an engine's queue (an
-    asynchronous Ray actor takes 1,000 calls at a time). A group comes whole from one call of one engine, or it fails
-    and the whole group is asked for again, so none is lost or counted twice. With full determinism the seeds depend
-    on the prompt and the weights only, and the repeated call draws the same completions.
+    What is more waits here, so that questions and weight updates never wait behind prompts in an
+    engine's queue (an asynchronous Ray actor takes 1,000 calls at a time). A group comes whole from
+    one call of one engine, or it fails and the whole group is asked for again, so none is lost or
+    counted twice. With full determinism the seeds depend on the prompt and the weights only, and
+    the repeated call draws the same completions.
     """
 
-    def __init__(self, supervisor: EngineSupervisor, max_requests: int, routed: bool = False) -> None:
-        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an idle one.
-        ``routed``: the engines tell experts, which stay where they are (``Response.experts_at``)."""
+    def __init__(
+        self, supervisor: EngineSupervisor, max_requests: int, routed: bool = False
+    ) -> None:
+        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an
+        idle one.
+        ``routed``: the engines tell experts, which stay where they are
+        (``Response.experts_at``)."""
         self._supervisor, self._max_requests, self._routed = supervisor, max_requests, routed
         self._backlog: deque[tuple[Key, GroupRequest]] = deque()
         self._calls: dict[Any, tuple[EngineCall, Key, GroupRequest]] = {}
@@ -161,7 +182,8 @@ class GroupRequests:
 
     @property
     def pause_s(self) -> float:
-        """The longest time between two calls of ``answers`` in which engines that hang are noticed in time."""
+        """The longest time between two calls of ``answers`` in which engines that hang are noticed
+        in time."""
         return self._watch.pause_s
 
     def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
@@ -170,11 +192,14 @@ class GroupRequests:
         self._deal()
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups that have come; after ``timeout_s`` seconds without any, or a look after the engines, maybe none.
-        Raises EngineLost; RayTaskError: a call failed for a reason that is not the engine's."""
+        """Groups that have come; after ``timeout_s`` seconds without any, or a look after the
+        engines, maybe none. Raises EngineLost; RayTaskError: a call failed for a reason that is not
+        the engine's."""
         if not self._calls:
             return []
-        ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s))
+        ready, _ = ray.wait(
+            list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s)
+        )
         if ready:  # and whatever else is there
             ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
         answered = [answer for reference in ready if (answer := self._take(reference)) is not None]
@@ -201,18 +226,22 @@ class GroupRequests:
         try:
             responses = ray.get(reference)
             for place in call.others:
-                responses = [dataclasses.replace(r, experts_at=(place, i)) for i, r in enumerate(responses)]
+                responses = [
+                    dataclasses.replace(r, experts_at=(place, i)) for i, r in enumerate(responses)
+                ]
             return key, responses
         except (RayTaskError, RayActorError, ObjectLostError) as error:
             if not self._failed_with_sync(call, error):
                 if not is_engine_fault(error):
                     raise
-                self._supervisor.replace({call.index: call.engine}, error)  # once, for all of its calls
+                # once, for all of its calls
+                self._supervisor.replace({call.index: call.engine}, error)
         self._backlog.appendleft((key, request))
         return None
 
     def _failed_with_sync(self, call: EngineCall, error: BaseException) -> bool:
-        """Whether the call failed because of a weight sync that failed on another engine, and was repeated."""
+        """Whether the call failed because of a weight sync that failed on another engine, and was
+        repeated."""
         is_void = isinstance(error, RayTaskError) and isinstance(error.cause, InvalidWeights)
         return is_void and self._supervisor.changes != call.changes
 
@@ -224,13 +253,14 @@ class GroupRequests:
 
 
 class GuidedRequests:
-    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two sets of engines. The
-    policy's completions come first, ``Response.from_guide`` marks the guide's; other requests go to the policy's
-    engines whole."""
+    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two
+    sets of engines. The policy's completions come first, ``Response.from_guide`` marks the guide's;
+    other requests go to the policy's engines whole."""
 
     def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:
         self._sources = (policy, guide)
-        self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
+        # of groups: what has come, by number of the source
+        self._parts: dict[Key, dict[int, list[Response]]] = {}
 
     def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
         policy, guide = self._sources
@@ -241,7 +271,9 @@ class GuidedRequests:
             self._parts[key] = {}
             seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
             numbers = None if seed is None else (seed,)
-            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=numbers))
+            guide.ask(
+                key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=numbers)
+            )
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         """Groups whose two parts have come, as ``GroupRequests.answers``."""
@@ -268,14 +300,16 @@ class GuidedRequests:
 
 Requests = GroupRequests | GuidedRequests
 
-# ---- their way -------------------------------------------------------------------------------------------------------
+# ---- their way
+# --------------------------------------------------------------------------------------------------
 
 
 class Rollouts:
-    """Keeps the engines busy and hands out batches of groups; counts those ``dropped``, by reason, since the start.
+    """Keeps the engines busy and hands out batches of groups; counts those ``dropped``, by reason,
+    since the start.
 
-    Shared GPUs change hands in ``with_engines``, which takes what says at its end whether the policy is trained next
-    (``GpuSharing.generation``).
+    Shared GPUs change hands in ``with_engines``, which takes what says at its end whether the
+    policy is trained next (``GpuSharing.generation``).
     """
 
     def __init__(
@@ -284,11 +318,15 @@ class Rollouts:
         requests: Requests,
         config: RunConfig,
         deadline: Deadline,
-        with_engines: Callable[[Callable[[], bool]], AbstractContextManager] = lambda _: nullcontext(),
+        with_engines: Callable[[Callable[[], bool]], AbstractContextManager] = lambda _: (
+            nullcontext()
+        ),
     ) -> None:
         rollout = config.rollout
         self.prompts = prompts
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
+        self.sampling = Sampling(
+            rollout.temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len
+        )
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
         self.dropped = {"filtered": 0, "late": 0, "unstarted": 0, "skipped": 0}
@@ -297,7 +335,8 @@ class Rollouts:
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
         self._finished: list[Group] = []
-        self._given_up: defaultdict[str, list[Entry]] = defaultdict(list)  # since the ledger's last line
+        # since the ledger's last line
+        self._given_up: defaultdict[str, list[Entry]] = defaultdict(list)
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
         self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
@@ -306,15 +345,18 @@ class Rollouts:
         self._last = -1  # the greatest number of a prompt that was trained
         self._taken: dict[str, float] = {}
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training
+    # ----------------------------------------------------------------------------------------------
 
     def take(self, version: int) -> list[Group]:
-        """The next batch, oldest groups first, to be trained with the weights ``version``; smaller, in the end empty,
-        when the prompts are used up. Raises DeadlineExceeded; FilterExhaustedError: dynamic sampling drops almost
-        everything."""
+        """The next batch, oldest groups first, to be trained with the weights ``version``; smaller,
+        in the end empty, when the prompts are used up. Raises DeadlineExceeded;
+        FilterExhaustedError: dynamic sampling drops almost everything."""
         self._batches_wanted = self._max_staleness + 1
         with (
-            self._deadline.limit(self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
+            self._deadline.limit(
+                self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"
+            ),
             self._with_engines(lambda: bool(self._finished)),
         ):
             started, have = time.monotonic(), 0
@@ -323,11 +365,16 @@ class Rollouts:
                 self._tell(len(self._finished), self._batch_size, have, started)
         self._batches_wanted = self._max_staleness
         self._finished.sort(key=self._turn)
-        batch, self._finished = self._finished[: self._batch_size], self._finished[self._batch_size :]
+        batch, self._finished = (
+            self._finished[: self._batch_size],
+            self._finished[self._batch_size :],
+        )
         if batch:
             self._taken = {
                 "groups/kept_fraction": len(batch) / (len(batch) + self._filtered_for_batch),
-                "groups/trained_late": float(sum(g.is_late(version, self._max_staleness) for g in batch)),
+                "groups/trained_late": float(
+                    sum(g.is_late(version, self._max_staleness) for g in batch)
+                ),
             }
             self._last = max(self._last, *(group.prompt.number for group in batch))
         self._filtered_for_batch = self._unlike_for_batch = self._unstarted_for_batch = 0
@@ -336,23 +383,30 @@ class Rollouts:
     @property
     def _open(self) -> list[int]:
         """Numbers of the prompts that are neither trained nor given up."""
-        return [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
+        return [
+            *self._in_flight,
+            *(p.number for p in self._again),
+            *(g.prompt.number for g in self._finished),
+        ]
 
     @property
     def used_up(self) -> int:
-        """How many prompts are trained, with the batch last taken, or given up: of those up to the last one that is
-        trained, so that it does not depend on which engine was faster; all when nothing is left."""
+        """How many prompts are trained, with the batch last taken, or given up: of those up to the
+        last one that is trained, so that it does not depend on which engine was faster; all when
+        nothing is left."""
         waiting = self._open
         if self._exhausted and not waiting:
             return self.prompts.drawn
         return self._last + 1 - sum(number < self._last for number in waiting)
 
     def pump(self) -> None:
-        """Collects what has finished and asks for more, without waiting: call it while the policy is at work."""
+        """Collects what has finished and asks for more, without waiting: call it while the policy
+        is at work."""
         self._collect(0.0)
 
     def drain(self) -> None:
-        """Waits until nothing is in flight, and asks for nothing meanwhile. Raises DeadlineExceeded: with
+        """Waits until nothing is in flight, and asks for nothing meanwhile. Raises
+        DeadlineExceeded: with
         ``rollout.timeout_s``."""
         self._batches_wanted, doing = 0, "waiting for the groups in flight before the weight sync"
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
@@ -361,8 +415,8 @@ class Rollouts:
         self._batches_wanted = self._max_staleness
 
     def give_up(self, reason: str, prompts: Iterable[Prompt]) -> None:
-        """These are not trained on: ``dropped`` counts them, and the ledger's next line names them by the reason, one
-        of ``run.ledger.REASONS``."""
+        """These are not trained on: ``dropped`` counts them, and the ledger's next line names them
+        by the reason, one of ``run.ledger.REASONS``."""
         entries = [prompt.entry for prompt in prompts]
         self.dropped[reason] += len(entries)
         self._given_up[reason] += entries
@@ -388,8 +442,12 @@ class Rollouts:
         return any(number < last for number in self._in_flight)
 
     def _drop_late(self, version: int) -> None:
-        self.give_up("late", [g.prompt for g in self._finished if g.is_late(version, self._max_staleness)])
-        self._finished = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
+        self.give_up(
+            "late", [g.prompt for g in self._finished if g.is_late(version, self._max_staleness)]
+        )
+        self._finished = [
+            group for group in self._finished if not group.is_late(version, self._max_staleness)
+        ]
         self._fill()
 
     def _fill(self) -> None:
@@ -404,25 +462,36 @@ class Rollouts:
                 self.give_up("skipped", [prompt])
                 continue
             self._in_flight[prompt.number] = prompt
-            samples, of_guide = self._config.rollout.n_samples_per_prompt, self._config.guide_samples
+            samples, of_guide = (
+                self._config.rollout.n_samples_per_prompt,
+                self._config.guide_samples,
+            )
             self._requests.ask(
-                prompt.number, self._request(prompt, samples, self.sampling, _TRAINING, guide_samples=of_guide)
+                prompt.number,
+                self._request(prompt, samples, self.sampling, _TRAINING, guide_samples=of_guide),
             )
 
     def _request(
         self, prompt: Prompt, samples: int, sampling: Sampling, purpose: int, guide_samples: int = 0
     ) -> GroupRequest:
         train = self._config.train
-        seed = (derived_seed(train.seed, purpose, prompt.number),) if train.full_determinism_enable else None
+        seed = (
+            (derived_seed(train.seed, purpose, prompt.number),)
+            if train.full_determinism_enable
+            else None
+        )
         return GroupRequest(prompt.text, prompt.label, samples, sampling, seed, guide_samples)
 
     def _tell(self, groups: int, wanted: int, tokens: int, started: float) -> None:
         rate = f", {tokens / max(time.monotonic() - started, 1e-3):,.0f} tokens/s" if tokens else ""
-        self._deadline.progress(f"{min(groups, wanted)} of {wanted} groups generated and graded{rate}")
+        self._deadline.progress(
+            f"{min(groups, wanted)} of {wanted} groups generated and graded{rate}"
+        )
 
     def _collect(self, timeout_s: float) -> int:
-        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError: an engine's
-        log-probs are not finite; here, before a checkpoint has them, which no run could go on from."""
+        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError:
+        an engine's log-probs are not finite; here, before a checkpoint has them, which no run could
+        go on from."""
         tokens = 0
         for key, responses in self._requests.answers(timeout_s):
             for response in responses:
@@ -455,22 +524,34 @@ class Rollouts:
         if not self._range_said and ((least < most and not is_kept) or least < low or most > high):
             self._range_said = True
             logger.warning(
-                "dynamic sampling: a group has scores from %g to %g, mean %g, and algo.dynamic_filtering_range is %g "
-                "%g, of mean scores: it is %s. Groups that are neither all right nor all wrong are kept if the range "
-                "is that of the reward function's scores", least, most, group.mean_score, low, high,
-                "kept" if is_kept else "dropped, though its scores are unlike" if least < most else "dropped",
-            )  # fmt: skip
+                "dynamic sampling: a group has scores from %g to %g, mean %g, and "
+                "algo.dynamic_filtering_range is %g %g, of mean scores: it is %s. Groups that "
+                "are neither all right nor all wrong are kept if the range is that of the "
+                "reward function's scores",
+                least,
+                most,
+                group.mean_score,
+                low,
+                high,
+                "kept"
+                if is_kept
+                else "dropped, though its scores are unlike"
+                if least < most
+                else "dropped",
+            )
         return is_kept
 
     def _count_unstarted(self) -> None:
-        """A group with an episode in which the policy wrote nothing has no baseline: another prompt takes its place."""
+        """A group with an episode in which the policy wrote nothing has no baseline: another prompt
+        takes its place."""
         self._unstarted_for_batch += 1
         most = self._config.rollout.max_filter_batches * self._batch_size
         if self._unstarted_for_batch > most:
             raise RewardFailureLimit(
-                f"{self._unstarted_for_batch} groups for one batch of {self._batch_size} were dropped, as the agent "
-                "failed before the policy had written anything; their failures are in the log above. Mend the agent, "
-                "lower --reward.max_failures to end sooner, or raise --rollout.max_filter_batches (now "
+                f"{self._unstarted_for_batch} groups for one batch of {self._batch_size} were "
+                "dropped, as the agent failed before the policy had written anything; their "
+                "failures are in the log above. Mend the agent, lower --reward.max_failures to "
+                "end sooner, or raise --rollout.max_filter_batches (now "
                 f"{self._config.rollout.max_filter_batches})"
             )
 
@@ -480,25 +561,39 @@ class Rollouts:
         if size + self._filtered_for_batch > most * size:
             low, high = self._config.algo.dynamic_filtering_range
             raise FilterExhaustedError(
-                f"dynamic sampling used {size + self._filtered_for_batch} prompts for one batch of {size}: of the "
-                f"{self._filtered_for_batch} groups that were dropped, whose mean scores are not between {low:g} and "
-                f"{high:g}, {self._unlike_for_batch} have unlike scores. Where that is none, use easier or harder "
-                "prompts; else a --algo.dynamic_filtering_range of the reward function's scores. Or raise "
+                f"dynamic sampling used {size + self._filtered_for_batch} prompts for one batch "
+                f"of {size}: of the {self._filtered_for_batch} groups that were dropped, whose "
+                f"mean scores are not between {low:g} and {high:g}, {self._unlike_for_batch} "
+                "have unlike scores. Where that is none, use easier or harder prompts; else a "
+                "--algo.dynamic_filtering_range of the reward function's scores. Or raise "
                 f"--rollout.max_filter_batches (now {most})."
             )
 
-    # ---- other prompts ----------------------------------------------------------------------------------------------
+    # ---- other prompts
+    # ----------------------------------------------------------------------------------------------
 
-    def sample(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str) -> list[Group]:
-        """Groups of prompts that are not trained on, by the policy, in their order; see :meth:`sample_others`."""
-        requests = {(doing, prompt.number): self._request(prompt, samples, sampling, _OTHER) for prompt in prompts}
+    def sample(
+        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str
+    ) -> list[Group]:
+        """Groups of prompts that are not trained on, by the policy, in their order; see
+        :meth:`sample_others`."""
+        requests = {
+            (doing, prompt.number): self._request(prompt, samples, sampling, _OTHER)
+            for prompt in prompts
+        }
         answers = self.sample_others(requests, doing)
         return [Group(prompt, answers[key]) for prompt, key in zip(prompts, requests, strict=True)]
 
-    def sample_others(self, requests: Mapping[tuple[str, int], GroupRequest], doing: str) -> dict[Any, list[Response]]:
-        """The answers to requests that are not for training, by the policy; training's go on beside them. Raises
+    def sample_others(
+        self, requests: Mapping[tuple[str, int], GroupRequest], doing: str
+    ) -> dict[Any, list[Response]]:
+        """The answers to requests that are not for training, by the policy; training's go on beside
+        them. Raises
         DeadlineExceeded: with ``rollout.timeout_s``."""
-        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines(lambda: False):
+        with (
+            self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"),
+            self._with_engines(lambda: False),
+        ):
             self.ask_others(requests)
             answers = self.await_others(requests.keys(), doing)
         assert answers is not None  # nobody gave it up
@@ -511,7 +606,10 @@ class Rollouts:
             self._requests.ask(key, requests[key], first=True)
 
     def await_others(
-        self, keys: Collection[tuple[str, int]], doing: str, give_up: Callable[[], bool] = lambda: False
+        self,
+        keys: Collection[tuple[str, int]],
+        doing: str,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> dict[Any, list[Response]] | None:
         """The answers to what was asked for; None if it was given up. Raises DeadlineExceeded: with
         ``rollout.timeout_s``."""
@@ -524,7 +622,8 @@ class Rollouts:
                 self._tell(len(self._others), len(keys), have, started)
         return {key: self._others.pop(key) for key in keys}
 
-    # ---- records and checkpoints ------------------------------------------------------------------------------------
+    # ---- records and checkpoints
+    # ------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
         """Groups in flight and queued, and gauges of the last batch taken."""
@@ -537,24 +636,32 @@ class Rollouts:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled yet."""
+        """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled
+        yet."""
         given_up = [number for entries in self._given_up.values() for number, _ in entries]
         return {"drawn": self.prompts.drawn, "waiting": sorted(self._open + given_up)}
 
     def account(self, ended: bool = False) -> dict[str, Any]:
-        """Of the ledger's next line: what was given up since the last one, by reason, and the place behind it; if the
-        run has ``ended``, where the others are and why it did."""
+        """Of the ledger's next line: what was given up since the last one, by reason, and the place
+        behind it; if the run has ``ended``, where the others are and why it did."""
         given_up, self._given_up = self._given_up, defaultdict(list)
         if not ended:
             return {**given_up, **self.place}
         in_flight = [prompt.entry for prompt in (*self._in_flight.values(), *self._again)]
         queued = [group.prompt.entry for group in self._finished]
         why = USED_UP if self._exhausted and not in_flight + queued else TIME_IS_UP
-        return {"why": why, **given_up, "in_flight": in_flight, "queued": queued, **self.place, "waiting": []}
+        return {
+            "why": why,
+            **given_up,
+            "in_flight": in_flight,
+            "queued": queued,
+            **self.place,
+            "waiting": [],
+        }
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
-        """The place in the data, counts, and what the ledger does not have yet; groups that are finished and not taken;
-        prompts in flight."""
+        """The place in the data, counts, and what the ledger does not have yet; groups that are
+        finished and not taken; prompts in flight."""
         given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
         place, skip = self.prompts.state_dict(), sorted(self._skip)
         counts = {"dropped": dict(self.dropped), "given_up": given_up, "last": self._last}
@@ -565,30 +672,38 @@ class Rollouts:
         """Gives these prompts up: where they are drawn again, or restored, they are dropped."""
         self._skip.update(numbers)
 
-    def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
-        """Goes on from a snapshot; what was in flight is asked for again, and so is what has no experts, of a run that
-        replayed none, where they are to be replayed."""
+    def restore(
+        self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]
+    ) -> None:
+        """Goes on from a snapshot; what was in flight is asked for again, and so is what has no
+        experts, of a run that replayed none, where they are to be replayed."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        self._given_up = defaultdict(list, state.get("given_up", {}))  # earlier releases had no ledger
+        # earlier releases had no ledger
+        self._given_up = defaultdict(list, state.get("given_up", {}))
         self._skip.update(state.get("skip", ()))  # and skipped nothing
         self._finished, self._again, self._exhausted = [], list(in_flight), False
         self._last = state.get("last", state["prompts"]["drawn"] - 1)  # earlier releases kept none
         for group in finished:
             if group.prompt.number in self._skip:
                 self.give_up("skipped", [group.prompt])
-            elif self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
+            elif self._config.replays_rollout and any(
+                r.experts_at is None for r in group.responses
+            ):
                 self._again.append(group.prompt)
             else:
                 self._finished.append(group)
 
 
-# ---- groups that wait for training, in a checkpoint -----------------------------------------------------------------
+# ---- groups that wait for training, in a checkpoint
+# -----------------------------------------------------------------
 
 
 _ARRAYS = {
-    "tokens": ("tokens_S", np.int32), "logprobs": ("logprobs_T", np.float32), "entropies": ("entropies_T", np.float32),
-}  # fmt: skip
+    "tokens": ("tokens_S", np.int32),
+    "logprobs": ("logprobs_T", np.float32),
+    "entropies": ("entropies_T", np.float32),
+}
 """Of a response: its attribute and type, by the name in a checkpoint."""
 
 
@@ -597,9 +712,11 @@ _EXPERTS = "experts"
 
 
 def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Groups as plain values, and their arrays, one response behind the other; experts are fetched, a group's at a
-    time."""
-    parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()}
+    """Groups as plain values, and their arrays, one response behind the other; experts are fetched,
+    a group's at a time."""
+    parts: dict[str, list[np.ndarray]] = {
+        name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()
+    }
 
     def plain(response: Response) -> dict[str, Any]:
         values = dict(vars(response))
@@ -614,11 +731,16 @@ def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[st
             parts[name] += [] if array is None else [array]
         return values
 
-    made = [{"prompt": vars(group.prompt), "responses": [*map(plain, group.responses)]} for group in groups]
+    made = [
+        {"prompt": vars(group.prompt), "responses": [*map(plain, group.responses)]}
+        for group in groups
+    ]
     return made, {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
+def groups_from_plain(
+    plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]
+) -> list[Group]:
     """The reverse of :func:`plain_groups`; experts are where ranks fetch them."""
     used = dict.fromkeys([*_ARRAYS, _EXPERTS], 0)
 
@@ -636,4 +758,6 @@ def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, n
             values[attribute] = None if count is None else arrays[name][start : start + count]
         return Response(**values)
 
-    return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]
+    return [
+        Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain
+    ]

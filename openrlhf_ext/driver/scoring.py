@@ -1,7 +1,9 @@
-"""What ranks say of every response token: which rows they get, scores of frozen models, values, the KL penalty.
+"""What ranks say of every response token: which rows they get, scores of frozen models, values, the
+KL penalty.
 
-Rows of a rollout batch are dealt before anything is computed: each policy rank gets their tokens once and keeps them.
-Shape suffixes: B = completions, N = response tokens of all completions, n = those of one replica.
+Rows of a rollout batch are dealt before anything is computed: each policy rank gets their tokens
+once and keeps them. Shape suffixes: B = completions, N = response tokens of all completions, n =
+those of one replica.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 _MAX_KL_ERROR = 0.2
 
-# ---- rows of the replicas -------------------------------------------------------------------------------------------
+# ---- rows of the replicas
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Deal:
-    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step i."""
+    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step
+    i."""
 
     steps: list[list[int]]
 
@@ -46,15 +50,19 @@ class Deal:
 def deal(
     batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
 ) -> list[Deal]:
-    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost (``deal_rows``)."""
+    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost
+    (``deal_rows``)."""
     ranks = [Deal([]) for _ in range(data_parallel_size)]
     for chunk in chunks:
-        for rank, part in zip(ranks, deal_rows(batch.select(chunk), data_parallel_size, costs), strict=True):
+        for rank, part in zip(
+            ranks, deal_rows(batch.select(chunk), data_parallel_size, costs), strict=True
+        ):
             rank.steps.append([chunk.start + row for row in part])
     return ranks
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
+# ---- scores
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,11 @@ class PendingScores:
         return scores_in_order(self.batch, self.parts, self.group.of_replicas(get(self.refs)))
 
 
-def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> Tensor:
-    """(N,) fp32 scores of the response tokens, from each replica's scores of its rows, one row behind the other."""
+def scores_in_order(
+    batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]
+) -> Tensor:
+    """(N,) fp32 scores of the response tokens, from each replica's scores of its rows, one row
+    behind the other."""
     scores_N = np.empty(batch.responses.tokens, np.float32)
     for rows, answer_n in zip(parts, answers, strict=True):
         batch.responses.put(scores_N, answer_n, rows)
@@ -81,8 +92,8 @@ def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answer
 
 @dataclass(frozen=True)
 class Scorer:
-    """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response tokens; sequences are
-    dealt by their cost in the group's model."""
+    """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response
+    tokens; sequences are dealt by their cost in the group's model."""
 
     group: RankGroup
     method: str
@@ -96,23 +107,28 @@ class Scorer:
 
 
 def with_end(batch: SequenceBatch) -> SequenceBatch:
-    """The sequences with one more token each, as their only response token: the state before it is that at the last
-    token. Which token it is makes no difference, attention being causal. A reward model's score of a whole sequence is
-    the value there, whatever the last token is, as in OpenRLHF 0.11.2 (``models/model.py``); transformers' pooling
-    leaves out a last token that is the padding's."""
+    """The sequences with one more token each, as their only response token: the state before it is
+    that at the last token. Which token it is makes no difference, attention being causal. A reward
+    model's score of a whole sequence is the value there, whatever the last token is, as in OpenRLHF
+    0.11.2 (``models/model.py``); transformers' pooling leaves out a last token that is the
+    padding's."""
     ends = [int(length) for length in batch.lengths_B]
     whole = [np.append(tokens_S.numpy(), np.int32(0)) for tokens_S in batch.tokens_M.split(ends)]
     return sequence_batch(whole, [[(end, end + 1)] for end in ends])
 
 
-# ---- critic ---------------------------------------------------------------------------------------------------------
+# ---- critic
+# --------------------------------------------------------------------------------------------------
 
 
 class ValueTrainer:
-    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as many optimizer steps
-    as the policy's, on the same mini-batches; its data-parallel ranks are its own."""
+    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as
+    many optimizer steps as the policy's, on the same mini-batches; its data-parallel ranks are its
+    own."""
 
-    def __init__(self, group: RankGroup, group_size: int, mini_batch_size: int, costs: RowCosts = TOKENS) -> None:
+    def __init__(
+        self, group: RankGroup, group_size: int, mini_batch_size: int, costs: RowCosts = TOKENS
+    ) -> None:
         self.group, self.costs = group, costs
         self.group_size, self.mini_batch_size = group_size, mini_batch_size
         self._scorer = Scorer(group, "forward", costs)
@@ -123,16 +139,22 @@ class ValueTrainer:
         return self._scorer.start(batch)
 
     def take(self, batch: SequenceBatch, shaped: LossBatch) -> dict[str, float]:
-        """Keeps what the next ``start_fit`` trains on; returns metrics of the values and returns."""
+        """Keeps what the next ``start_fit`` trains on; returns metrics of the values and
+        returns."""
         replicas = self.group.layout.data_parallel_size
-        self._shards = value_shards(batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs)
+        self._shards = value_shards(
+            batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs
+        )
         return value_metrics(shaped)
 
     def start_fit(self, before: Fraction, after: Fraction) -> list[Any]:
-        """Starts the optimizer steps of the batch last taken, which take the run from one share to another; every
-        rank's result is the same metrics. Raises RuntimeError: no batch was taken since the last call."""
+        """Starts the optimizer steps of the batch last taken, which take the run from one share to
+        another; every rank's result is the same metrics. Raises RuntimeError: no batch was taken
+        since the last call."""
         if self._shards is None:
-            raise RuntimeError("the critic has no batch to train on: take() comes before start_fit()")
+            raise RuntimeError(
+                "the critic has no batch to train on: take() comes before start_fit()"
+            )
         shards, self._shards = self._shards, None
         return self.group.ask_replicas("fit", shards, before, after)
 
@@ -160,30 +182,35 @@ def value_shards(
 
 
 def value_metrics(shaped: LossBatch) -> dict[str, float]:
-    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only if it is defined."""
+    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only
+    if it is defined."""
     values_N, returns_N = shaped["values"], shaped["returns"]
     means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
     metrics = {name: float(total) / len(values_N) for name, total in means.items()}
     explained = explained_variance(values_N, returns_N)
-    return metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
+    return (
+        metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
+    )
 
 
-# ---- KL penalty -----------------------------------------------------------------------------------------------------
+# ---- KL penalty
+# --------------------------------------------------------------------------------------------------
 
 
 class KLCoefficient:
-    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered to a ``target``, the
-    mean KL per token in nats, within ``horizon`` samples.
+    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered
+    to a ``target``, the mean KL per token in nats, within ``horizon`` samples.
 
-    D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2, with the
-    mean KL per token (as OpenRLHF) instead of the KL per completion.
+    D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593,
+    section 2.2, with the mean KL per token (as OpenRLHF) instead of the KL per completion.
     """
 
     def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``."""
+        """Multiplies the coefficient by
+        ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
             self.value *= 1 + error * samples / self.horizon
@@ -198,6 +225,11 @@ class KLCoefficient:
 
 
 def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
-    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy sampled them."""
-    blocks = zip(old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True)
-    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(old_logprobs_N)
+    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy
+    sampled them."""
+    blocks = zip(
+        old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
+    )
+    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(
+        old_logprobs_N
+    )

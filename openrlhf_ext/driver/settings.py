@@ -36,9 +36,10 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "TQDM_DISABLE": "0" if config.logger.verbose else "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-        # NCCL's watchdog asks for a dump at any error of any group, also of the weight sync's, and 480 s later ends the
-        # process for it, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch 2.13 ProcessGroupNCCL.hpp:665, 1379): an
-        # engine that died would take policy and engines with it. Our own report reads the recorder (docs/operating.md).
+        # NCCL's watchdog asks for a dump at any error of any group, also of the weight sync's, and
+        # 480 s later ends the process for it, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch
+        # 2.13 ProcessGroupNCCL.hpp:665, 1379): an engine that died would take policy and engines
+        # with it. Our own report reads the recorder (docs/operating.md).
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     env |= training_environment(config)
@@ -54,10 +55,12 @@ def _threads_per_process(config: RunConfig) -> int:
 
 
 def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
-    """The estimator with its options and what was measured for it. The ranks get it with their shards; they cannot
-    import the file of an algorithm of the user's own, so the class goes with it."""
+    """The estimator with its options and what was measured for it. The ranks get it with their
+    shards; they cannot import the file of an algorithm of the user's own, so the class goes with
+    it."""
     name, options, correction = algorithm_options(config)
-    algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)  # load_config has warned
+    # load_config has warned
+    algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)
     if config.algo.advantage.estimator == CUSTOM:
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
     return algorithm
@@ -85,8 +88,8 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A language model ('reference' or 'guide') that scores completions and is never trained; without ranks of its own
-    it is a copy in the host memory of the policy's ranks."""
+    """A language model ('reference' or 'guide') that scores completions and is never trained;
+    without ranks of its own it is a copy in the host memory of the policy's ranks."""
 
     name: str
     path: str
@@ -112,11 +115,16 @@ def reward_path(config: RunConfig) -> str:
 
 
 def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> ModelSettings:
-    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
+    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its
+    own."""
     return dataclasses.replace(
-        _of_values(config, policy), model_path=critic_path(config), layout=config.critic_layout,
-        megatron=config.critic_megatron, optimizer=config.critic, updates=optimizer_updates(config, steps),
-    )  # fmt: skip
+        _of_values(config, policy),
+        model_path=critic_path(config),
+        layout=config.critic_layout,
+        megatron=config.critic_megatron,
+        optimizer=config.critic,
+        updates=optimizer_updates(config, steps),
+    )
 
 
 def reward_settings(config: RunConfig, policy: ModelSettings) -> ModelSettings:
@@ -130,9 +138,14 @@ def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:
     """The policy's with a value head in the place of what only a policy has."""
     head, normalize = config.ds.value_head_prefix, config.reward.normalize_enable
     return dataclasses.replace(
-        policy, converters=(), optimizer=None, host_copies={}, aux_loss_coef=0.0, value_head=head,
+        policy,
+        converters=(),
+        optimizer=None,
+        host_copies={},
+        aux_loss_coef=0.0,
+        value_head=head,
         normalize_values=normalize,
-    )  # fmt: skip
+    )
 
 
 def frozen_steps(config: RunConfig) -> int:
@@ -141,27 +154,36 @@ def frozen_steps(config: RunConfig) -> int:
 
 
 def check_frozen_steps(config: RunConfig, steps: int) -> None:
-    """The critic's head start ends before the run does. Raises ValueError: the policy would never be trained."""
+    """The critic's head start ends before the run does. Raises ValueError: the policy would never
+    be trained."""
     if frozen_steps(config) >= steps:
         raise ValueError(
-            f"critic.freezing_steps must be below the number of training steps - 1, or the policy is never trained: "
-            f"got {config.critic.freezing_steps} (the first {frozen_steps(config)} steps) and {steps} steps; lower it"
+            "critic.freezing_steps must be below the number of training steps - 1, or the "
+            f"policy is never trained: got {config.critic.freezing_steps} (the first "
+            f"{frozen_steps(config)} steps) and {steps} steps; lower it"
         )
 
 
 def optimizer_updates(config: RunConfig, steps: int) -> int:
     """Optimizer updates of ``steps`` training steps, at least 1."""
-    return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
+    return max(
+        1,
+        steps
+        * config.train.max_epochs
+        * math.ceil(config.samples_per_rollout / config.train.batch_size),
+    )
 
 
 def training_steps(config: RunConfig, prompts: int) -> int:
-    """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes them fewer."""
+    """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes
+    them fewer."""
     return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
 
 
 def probe_tolerance(config: RunConfig) -> float:
-    """That of the options; of a mixture of experts in bf16 by default more: its routers round too, choose others, and
-    then one token differs by more than a nat (benchmarks/replay.py). Its experts' checksums are of single experts."""
+    """That of the options; of a mixture of experts in bf16 by default more: its routers round too,
+    choose others, and then one token differs by more than a nat (benchmarks/replay.py). Its
+    experts' checksums are of single experts."""
     given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
     if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
         shape = read_model_shape(policy_path(config))
@@ -171,9 +193,13 @@ def probe_tolerance(config: RunConfig) -> float:
 
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     transport = choose_transport(
-        config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.engines_share_gpus,
+        config.vllm.sync_backend,
+        on_gpu=use_gpu,
+        colocated=config.engines_share_gpus,
         deterministic=config.train.full_determinism_enable,
-    )  # fmt: skip
+    )
     workers, tolerance = config.vllm.tensor_parallel_size, probe_tolerance(config)
     travels, dtype = config.vllm.lora, config.rollout_dtype
-    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype)
+    return SyncSettings(
+        transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype
+    )

@@ -27,9 +27,13 @@ class DeadlineExceeded(TimeoutError):
 class Deadline:
     """The deadline of the phase that the driver is in; phases do not nest."""
 
-    def __init__(self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0) -> None:
-        """``guard`` is told until when the driver will have moved on; what comes between two phases may take
-        ``between_s``, and a question to an engine, with a deadline of its own, may begin as a phase ends.
+    def __init__(
+        self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0
+    ) -> None:
+        """``guard`` is told until when the driver will have moved on; what comes between two phases
+        may take
+        ``between_s``, and a question to an engine, with a deadline of its own, may begin as a phase
+        ends.
         ``of_ranks`` says how far the ranks are."""
         self._doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
@@ -38,8 +42,8 @@ class Deadline:
 
     @contextmanager
     def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
-        """Waits in the body may take ``seconds`` together, which ``option`` sets; ``doing`` may be refined by setting
-        it."""
+        """Waits in the body may take ``seconds`` together, which ``option`` sets; ``doing`` may be
+        refined by setting it."""
         self._doing, self._option, self._seconds = doing, option, seconds
         self._begin()
         try:
@@ -50,7 +54,8 @@ class Deadline:
 
     @contextmanager
     def suspended(self, seconds: float, doing: str) -> Iterator[None]:
-        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own."""
+        """The phase's deadline does not count, and then starts anew: what happens inside has
+        deadlines of its own."""
         self._expect(seconds, doing)
         try:
             yield
@@ -81,21 +86,22 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left of the phase. Raises DeadlineExceeded; RuntimeError outside of a phase;
+        """Seconds that are left of the phase. Raises DeadlineExceeded; RuntimeError outside of a
+        phase;
         KeyboardInterrupt: the run is to end."""
         self._guard.check()
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
         if (left := self._ends - time.monotonic()) <= 0:
             raise DeadlineExceeded(
-                f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take "
-                "longer"
+                f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this "
+                "is expected to take longer"
             )
         return left
 
     def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """The results of Ray calls, in order; the first error is raised at once. ``meanwhile`` is called now and then
-        and must return soon."""
+        """The results of Ray calls, in order; the first error is raised at once. ``meanwhile`` is
+        called now and then and must return soon."""
         waiting = list(refs)
         while waiting:
             pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
@@ -113,8 +119,8 @@ class RanksTimeoutError(TimeoutError):
 
 
 def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
-    """The results of a method on every rank; the first error is raised at once. ``who`` the group is, in messages.
-    Raises RanksTimeoutError."""
+    """The results of a method on every rank; the first error is raised at once. ``who`` the group
+    is, in messages. Raises RanksTimeoutError."""
     return await_ranks(group.ask(method, **arguments), who, method, timeout_s)
 
 
@@ -122,12 +128,14 @@ def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) ->
     """The results of a method that has been called on every rank, as :func:`call_ranks`."""
     waiting, deadline = list(refs), time.monotonic() + timeout_s
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        ready, waiting = ray.wait(
+            waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             ranks = [i for i, ref in enumerate(refs) if ref in waiting]
             raise RanksTimeoutError(
-                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not finished; raise "
-                "--train.step_timeout_s if this is expected to take longer"
+                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not "
+                "finished; raise --train.step_timeout_s if this is expected to take longer"
             )
         ray.get(ready)
     return ray.get(refs)

@@ -1,9 +1,11 @@
-"""What of a model is computed in FP8, and by which recipe: plain values, which travel to Ray workers; and which weights
-trainer and rollout engine cut into different 128x128 tiles, so that their codes differ.
+"""What of a model is computed in FP8, and by which recipe: plain values, which travel to Ray
+workers; and which weights trainer and rollout engine cut into different 128x128 tiles, so that
+their codes differ.
 
-A tile begins where a rank's parameter begins, whatever Hugging Face tensors that is made of. Megatron interleaves
-query, key and value by group and stacks gate and up of every rank; vLLM stacks whole projections. Every weight is cut
-along one axis only, the columns of o_proj and down_proj, the rows of the others; along the other both begin at 0.
+A tile begins where a rank's parameter begins, whatever Hugging Face tensors that is made of.
+Megatron interleaves query, key and value by group and stacks gate and up of every rank; vLLM stacks
+whole projections. Every weight is cut along one axis only, the columns of o_proj and down_proj, the
+rows of the others; along the other both begin at 0.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 MODULES = ("all", "mlp")
 BLOCK = 128  # entries along a side of a block, 'blockwise'
 WEIGHT_COPY_BYTES = 2
-"""Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose."""
+"""Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its
+transpose."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class BF16Layers:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the linear layers of a decoder (q, k, v, output of attention, MLP) multiply in FP8, with sums in fp32.
+    """How the linear layers of a decoder (q, k, v, output of attention, MLP) multiply in FP8, with
+    sums in fp32.
 
-    ``name``: 'blockwise': a scale for 1x128 entries of activations and gradients and for 128x128 of a weight
-    (DeepSeek-V3, arXiv 2412.19437 section 3.3); 'current': one for a tensor, from the tensor itself; 'delayed': one for
-    a tensor, from the largest entries of earlier micro-batches.
+    ``name``: 'blockwise': a scale for 1x128 entries of activations and gradients and for 128x128 of
+    a weight (DeepSeek-V3, arXiv 2412.19437 section 3.3); 'current': one for a tensor, from the
+    tensor itself; 'delayed': one for a tensor, from the largest entries of earlier micro-batches.
     """
 
     name: str = "blockwise"
@@ -53,20 +57,27 @@ class Recipe:
     amax_history_len: int = 1024  # delayed: micro-batches that are remembered
     amax_compute_algo: str = "max"  # delayed: the largest of them, or the 'most_recent'
     bf16_layers: BF16Layers = BF16Layers()  # decoder layers that are left out
-    modules: str = "all"  # of the other layers; or 'mlp': q, k, v and output of attention are left out
+    # of the other layers; or 'mlp': q, k, v and output of attention are left out
+    modules: str = "all"
     emulate: bool = False  # in plain torch on any machine; else TransformerEngine
 
     def __post_init__(self) -> None:
         for field, choices in (
-            ("name", RECIPES), ("format", FORMATS), ("scales", SCALES), ("amax_compute_algo", AMAX_ALGORITHMS),
+            ("name", RECIPES),
+            ("format", FORMATS),
+            ("scales", SCALES),
+            ("amax_compute_algo", AMAX_ALGORITHMS),
             ("modules", MODULES),
-        ):  # fmt: skip
+        ):
             if getattr(self, field) not in choices:
-                raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
+                raise ValueError(
+                    f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}"
+                )
 
     @property
     def blockwise(self) -> bool:
-        """Whether scales belong to blocks, so that a token's result does not depend on the others of its pack."""
+        """Whether scales belong to blocks, so that a token's result does not depend on the others
+        of its pack."""
         return self.name == "blockwise"
 
     @property
@@ -79,8 +90,9 @@ class Recipe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that TransformerEngine reads when it is imported, once, into class attributes: what its
-        constructors take changes nothing (TransformerEngine 2.11.0 common/recipe/__init__.py:235, 332)."""
+        """Variables that TransformerEngine reads when it is imported, once, into class attributes:
+        what its constructors take changes nothing (TransformerEngine 2.11.0
+        common/recipe/__init__.py:235, 332)."""
         return {
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not self.pow2)),
             "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(self.pow2)),
@@ -89,7 +101,10 @@ class Recipe:
     @property
     def label(self) -> str:
         """For progress lines and records: 'blockwise e4m3 fp32, EMULATED'."""
-        only, emulated = ", MLPs only" if self.modules == "mlp" else "", ", EMULATED" if self.emulate else ""
+        only, emulated = (
+            ", MLPs only" if self.modules == "mlp" else "",
+            ", EMULATED" if self.emulate else "",
+        )
         return f"{self.name} {self.format} {self.scales}{only}{emulated}"
 
 
@@ -107,7 +122,8 @@ class LayerShape:
 
 
 class Run(NamedTuple):
-    """Rows (columns of ``BY_COLUMNS``) [start, stop) of a Hugging Face tensor, named within its layer."""
+    """Rows (columns of ``BY_COLUMNS``) [start, stop) of a Hugging Face tensor, named within its
+    layer."""
 
     tensor: str
     start: int
@@ -115,15 +131,20 @@ class Run(NamedTuple):
 
 
 def differing_tensors(shape: LayerShape, trainer_tp: int, engine_tp: int) -> list[str]:
-    """Weights of which a tile of the trainer has other entries than the engine's: 'model.layers.*.mlp.up_proj.weight'.
-    None does where head_dim and the MLP's width per rank are multiples of 128 on both sides. Raises ValueError: a
-    tensor-parallel size does not divide heads or MLP."""
-    trainer, engine = _tiles(trainer_shards(shape, trainer_tp)), _tiles(engine_shards(shape, engine_tp))
+    """Weights of which a tile of the trainer has other entries than the engine's:
+    'model.layers.*.mlp.up_proj.weight'. None does where head_dim and the MLP's width per rank are
+    multiples of 128 on both sides. Raises ValueError: a tensor-parallel size does not divide heads
+    or MLP."""
+    trainer, engine = (
+        _tiles(trainer_shards(shape, trainer_tp)),
+        _tiles(engine_shards(shape, engine_tp)),
+    )
     return [f"model.layers.*.{name}" for name in trainer if trainer[name] != engine[name]]
 
 
 def trainer_shards(shape: LayerShape, size: int) -> list[list[Run]]:
-    """The linear weights of a layer on Megatron's tensor-parallel ranks: one list for a rank's parameter."""
+    """The linear weights of a layer on Megatron's tensor-parallel ranks: one list for a rank's
+    parameter."""
     _check(shape, size, "trainer")
     queries, width = shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim
     interleaved = [
@@ -133,13 +154,15 @@ def trainer_shards(shape: LayerShape, size: int) -> list[list[Run]]:
     ]
     # with fewer groups than ranks Megatron cuts within a group
     per_rank = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // size
-    attention = [list(_cut(interleaved, rank * per_rank, (rank + 1) * per_rank)) for rank in range(size)]
+    attention = [
+        list(_cut(interleaved, rank * per_rank, (rank + 1) * per_rank)) for rank in range(size)
+    ]
     return [*attention, *_others(shape, size)]
 
 
 def engine_shards(shape: LayerShape, size: int) -> list[list[Run]]:
-    """The same on the ranks of a vLLM engine (model_executor/layers/linear.py, ``QKVParallelLinear``). With fewer
-    key-value heads than ranks several hold the same one."""
+    """The same on the ranks of a vLLM engine (model_executor/layers/linear.py,
+    ``QKVParallelLinear``). With fewer key-value heads than ranks several hold the same one."""
     _check(shape, size, "engine")
     queries, replicas = shape.num_heads // size, max(1, size // shape.num_kv_heads)
     keys = max(1, shape.num_kv_heads // size)
@@ -168,11 +191,15 @@ def _part(tensor: str, number: int, length: int) -> Run:
 def _check(shape: LayerShape, size: int, side: str) -> None:
     for name in ("num_heads", "ffn_hidden_size"):
         if getattr(shape, name) % size:
-            raise ValueError(f"the {side}'s tensor-parallel size {size} does not divide {name} {getattr(shape, name)}")
+            raise ValueError(
+                f"the {side}'s tensor-parallel size {size} does not divide {name} "
+                f"{getattr(shape, name)}"
+            )
     groups = shape.num_kv_heads
     if groups % size and size % groups:
         raise ValueError(
-            f"the {side}'s tensor-parallel size {size} and num_kv_heads {groups}: neither divides the other"
+            f"the {side}'s tensor-parallel size {size} and num_kv_heads {groups}: neither "
+            "divides the other"
         )
 
 

@@ -1,4 +1,5 @@
-"""From hidden states to log-probability, entropy and token losses, on vocabulary shards, in bounded memory."""
+"""From hidden states to log-probability, entropy and token losses, on vocabulary shards, in bounded
+memory."""
 
 from openrlhf_ext.head.linear import (
     HeadOutput,

@@ -1,11 +1,14 @@
-"""Log-probability, entropy and token losses of the tempered distribution, straight from hidden states.
+"""Log-probability, entropy and token losses of the tempered distribution, straight from hidden
+states.
 
-The logits are never held for all tokens: every walk goes over tiles of them (``rows``) that fit ``workspace_bytes``.
-With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v
-softmax(u)_v u_v``, both fp32 whatever the format of the operands.
+The logits are never held for all tokens: every walk goes over tiles of them (``rows``) that fit
+``workspace_bytes``. With ``u = z / temperature`` and ``logZ = logsumexp(u)``:
+``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever
+the format of the operands.
 
-docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of the call, V = rows of
-this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
+docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of
+the call, V = rows of this rank's vocabulary shard, H = hidden size; N = T in this package's inner
+modules.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ _MOST_NAMED = 8
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Hidden states or logits are NaN or infinite; ``tokens``: their places in the call, ascending."""
+    """Hidden states or logits are NaN or infinite; ``tokens``: their places in the call,
+    ascending."""
 
     def __init__(self, what: str, tokens: list[int]) -> None:
         self.tokens = sorted(tokens)
@@ -57,16 +61,22 @@ def check_call(
     shard: VocabularyShard,
     checks: bool,
 ) -> None:
-    """The arguments of ``linear_logprob_entropy``, without waiting for a device unless ``checks``."""
+    """The arguments of ``linear_logprob_entropy``, without waiting for a device unless
+    ``checks``."""
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
-            f"expected hidden (T, H) and weight (V, H), got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}"
+            f"expected hidden (T, H) and weight (V, H), got {tuple(hidden_TH.shape)} and "
+            f"{tuple(weight_VH.shape)}"
         )
     if hidden_TH.dtype != weight_VH.dtype:
-        raise ValueError(f"hidden and weight must have one format, got {hidden_TH.dtype} and {weight_VH.dtype}")
+        raise ValueError(
+            f"hidden and weight must have one format, got {hidden_TH.dtype} and {weight_VH.dtype}"
+        )
     rows = hidden_TH.shape[:1] if sequence_rows is None else sequence_rows.shape
     if target_T.shape != rows or len(rows) != 1:
-        raise ValueError(f"expected one target per token: tokens {tuple(rows)}, targets {tuple(target_T.shape)}")
+        raise ValueError(
+            f"expected one target per token: tokens {tuple(rows)}, targets {tuple(target_T.shape)}"
+        )
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes must be > 0, got {workspace_bytes}")
     _check_temperature(temperature, target_T, checks)
@@ -91,11 +101,14 @@ def _check_temperature(temperature: float | Tensor, target_T: Tensor, checks: bo
 
 
 def check_finite_hidden(block: Block, order_N: Tensor | None) -> None:
-    low_B, high_B = block.hidden_BH.aminmax(dim=1)  # passes NaN on, and takes no memory of the block's size
+    # passes NaN on, and takes no memory of the block's size
+    low_B, high_B = block.hidden_BH.aminmax(dim=1)
     finite_B = low_B.isfinite() & high_B.isfinite()
     if not finite_B.all():
         rows = torch.arange(block.rows.start, block.rows.stop, device=finite_B.device)[~finite_B]
-        raise NonFiniteLogitsError("the hidden states", (rows if order_N is None else order_N[rows]).tolist())
+        raise NonFiniteLogitsError(
+            "the hidden states", (rows if order_N is None else order_N[rows]).tolist()
+        )
 
 
 def check_finite_statistics(stats: TokenStatistics) -> None:
@@ -107,14 +120,16 @@ def check_finite_statistics(stats: TokenStatistics) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """fp32 log-probability of the target and entropy (nats) of each token's distribution, both of shape (T,)."""
+    """fp32 log-probability of the target and entropy (nats) of each token's distribution, both of
+    shape (T,)."""
 
     logprob_T: Tensor
     entropy_T: Tensor
 
 
 class TokenLossOutput(NamedTuple):
-    """The sum of the loss terms (scalar, differentiable), and what they came from (detached), as in ``HeadOutput``."""
+    """The sum of the loss terms (scalar, differentiable), and what they came from (detached), as in
+    ``HeadOutput``."""
 
     value: Tensor
     logprob_T: Tensor
@@ -136,38 +151,55 @@ def linear_logprob_entropy(
     implementation: Implementation = "auto",
     checks: bool | None = None,
 ) -> HeadOutput:
-    """Log-probability of ``target_T`` and entropy under ``softmax(hidden @ weight.T / temperature)``.
+    """Log-probability of ``target_T`` and entropy under
+    ``softmax(hidden @ weight.T / temperature)``.
 
-    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again. ``logprob_T``
-    is differentiable in ``hidden_TH`` and ``weight_VH``; the gradient of the hidden states is summed over the group:
+    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed
+    again. ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``; the gradient of the
+    hidden states is summed over the group:
     every rank gets that of all the hidden states it gave.
 
     Args:
         hidden_TH: (T, H), the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
-        weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden states; rank r holds
-            rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place where Megatron's
-            DDP provides that (``passes.WeightGradient``).
+        weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden
+        states; rank r holds
+            rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place
+            where Megatron's DDP provides that (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
-        workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128 columns.
+        workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128
+        columns.
         entropy_grad: let gradients flow through the entropy (off: it is a constant).
-        sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of the tokens (as many on
-            every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks of the group: the
-            same on every rank. They are gathered, and their gradients scattered, while other tokens are computed.
-        rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are counted, for which
+        sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of
+        the tokens (as many on
+            every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks
+            of the group: the same on every rank. They are gathered, and their gradients scattered,
+            while other tokens are computed.
+        rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are
+        counted, for which
             the host waits for the device once per call.
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
-        checks: look for NaN, infinities and target ids out of range; the host waits for the device, so that the default
+        checks: look for NaN, infinities and target ids out of range; the host waits for the device,
+        so that the default
             is on for the CPU only.
 
-    Raises ValueError: an argument is out of range, or the implementation cannot run here; NonFiniteLogitsError: with
-    checks, hidden states or logits are NaN or infinite.
+    Raises ValueError: an argument is out of range, or the implementation cannot run here;
+    NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite.
     """
     hidden_TH, call = _Call.of(
-        hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
-        rows_per_rank, implementation, checks,
-    )  # fmt: skip
+        hidden_TH,
+        weight_VH,
+        target_T,
+        temperature,
+        vocab_size,
+        process_group,
+        workspace_bytes,
+        sequence_rows,
+        rows_per_rank,
+        implementation,
+        checks,
+    )
     logprob_T, entropy_T = _LinearLogprobEntropy.apply(hidden_TH, weight_VH, call, entropy_grad)
     return HeadOutput(logprob_T, entropy_T if entropy_grad else entropy_T.detach())
 
@@ -190,28 +222,45 @@ def linear_token_loss(
     grad_scale: float = 1.0,
     entropy_slope_T: Tensor | None = None,
 ) -> TokenLossOutput:
-    """Sum of ``token_loss`` over the tokens, with the gradients formed in the forward pass, block by block.
+    """Sum of ``token_loss`` over the tokens, with the gradients formed in the forward pass, block
+    by block.
 
-    Because a token's loss depends on nothing but its own log-probability, a block's gradients can be made while its
-    logits are still there: three products (6 T H V) instead of four. The backward pass only hands them on.
+    Because a token's loss depends on nothing but its own log-probability, a block's gradients can
+    be made while its logits are still there: three products (6 T H V) instead of four. The backward
+    pass only hands them on.
 
     Args:
-        token_loss: ``token_loss(logprob_B, rows)`` returns the loss terms (B,) of the tokens at ``rows`` of the call (a
-            slice, or with ``sequence_rows`` an index tensor), already divided by the global denominators. Elementwise:
-            term b depends on log-probability b only. Called once per block, on every rank of the group.
-        recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole logits in the
+        token_loss: ``token_loss(logprob_B, rows)`` returns the loss terms (B,) of the tokens at
+        ``rows`` of the call (a
+            slice, or with ``sequence_rows`` an index tensor), already divided by the global
+            denominators. Elementwise:
+            term b depends on log-probability b only. Called once per block, on every rank of the
+            group.
+        recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole
+        logits in the
             workspace would be too small for fast products. The result is the same.
-        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The forward pass needs
-            it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or not a backward pass
-            follows.
-        entropy_slope_T: what each token's entropy is multiplied by in the sum, constant; None: it is in no term.
+        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The
+        forward pass needs
+            it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or
+            not a backward pass follows.
+        entropy_slope_T: what each token's entropy is multiplied by in the sum, constant; None: it
+        is in no term.
 
     The other arguments, and errors, are those of ``linear_logprob_entropy``.
     """
     hidden_TH, call = _Call.of(
-        hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
-        rows_per_rank, implementation, checks,
-    )  # fmt: skip
+        hidden_TH,
+        weight_VH,
+        target_T,
+        temperature,
+        vocab_size,
+        process_group,
+        workspace_bytes,
+        sequence_rows,
+        rows_per_rank,
+        implementation,
+        checks,
+    )
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
         return TokenLossOutput(
             *_LinearTokenLoss.apply(
@@ -226,7 +275,8 @@ def linear_token_loss(
 
 
 class _Sequence(NamedTuple):
-    """The wanted rows of a sequence that the ranks of a group hold one after the other, and how many each has."""
+    """The wanted rows of a sequence that the ranks of a group hold one after the other, and how
+    many each has."""
 
     rows_T: Tensor
     counts: Sequence[int]
@@ -266,11 +316,22 @@ class _Call:
             hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
         checks = hidden_TH.device.type == "cpu" if checks is None else checks
-        check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
+        check_call(
+            hidden_TH,
+            weight_VH,
+            target_T,
+            temperature,
+            sequence_rows,
+            workspace_bytes,
+            shard,
+            checks,
+        )
         precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
         sequence = None
         if sequence_rows is not None and process_group is not None:
-            counts = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
+            counts = _counts(
+                sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks
+            )
             sequence = _Sequence(sequence_rows, counts, process_group)
         call = cls(
             target_T=target_T,
@@ -293,7 +354,8 @@ class _Call:
         gradients: bool = True,
         one_pass: bool | None = False,
     ) -> LinearHead:
-        """The operands cut into tiles. ``one_pass``: keep the logits of a block; None: if blocks stay large enough."""
+        """The operands cut into tiles. ``one_pass``: keep the logits of a block; None: if blocks
+        stay large enough."""
         plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
         check = None
@@ -312,14 +374,31 @@ class _Call:
         )
 
     def _plan(
-        self, hidden_TH: Tensor, weight_rows: int, statistics: bool, gradients: bool, one_pass: bool | None
+        self,
+        hidden_TH: Tensor,
+        weight_rows: int,
+        statistics: bool,
+        gradients: bool,
+        one_pass: bool | None,
     ) -> TilePlan:
         costs = passes.tile_costs(
-            hidden_TH.shape[1], hidden_TH.dtype, self.precision, self.kernels, statistics=statistics,
+            hidden_TH.shape[1],
+            hidden_TH.dtype,
+            self.precision,
+            self.kernels,
+            statistics=statistics,
             gradients=gradients,
-            gathered=0.0 if self.sequence is None else gathered_rows(self.sequence.counts, self.sequence.group),
-        )  # fmt: skip
-        size = (self.target_T.numel(), weight_rows, costs, self.workspace_bytes, hidden_TH.device.type)
+            gathered=0.0
+            if self.sequence is None
+            else gathered_rows(self.sequence.counts, self.sequence.group),
+        )
+        size = (
+            self.target_T.numel(),
+            weight_rows,
+            costs,
+            self.workspace_bytes,
+            hidden_TH.device.type,
+        )
         if one_pass is False:
             return tile_plan(*size, statistics=statistics)
         return one_pass_plan(*size, force=one_pass is True) or tile_plan(*size)
@@ -327,20 +406,29 @@ class _Call:
     def _rows(self, hidden_TH: Tensor, tokens: int) -> Rows:
         if self.sequence is None:
             return ReplicatedRows(hidden_TH, self.shard, tokens)
-        return SequenceShardedRows(hidden_TH, self.sequence.rows_T, self.sequence.counts, self.sequence.group, tokens)
+        return SequenceShardedRows(
+            hidden_TH, self.sequence.rows_T, self.sequence.counts, self.sequence.group, tokens
+        )
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
         head = self.head(hidden_TH, weight_VH, gradients=False)
         return self._checked(_restored(passes.statistics(head), head.rows))
 
     def statistics_and_gradients(
-        self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float,
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        token_loss: TokenLoss,
+        recompute: bool | None,
+        grad_scale: float,
         entropy_slope_T: Tensor | None,
-    ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:  # fmt: skip
+    ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:
         """Value of the loss, statistics, gradient of the hidden states, gradient of the weight."""
         one_pass = None if recompute is None else not recompute
         head = self.head(hidden_TH, weight_VH, one_pass=one_pass)
-        weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        weight_gradient = (
+            WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        )
         scale = grad_scale if weight_gradient is not None and weight_gradient.in_main_grad else 1.0
         values: list[Tensor] = []
 
@@ -369,7 +457,9 @@ class _Call:
         grad_entropy_T: Tensor | None,
     ) -> tuple[Tensor, WeightGradient | None]:
         head = self.head(hidden_TH, weight_VH, statistics=False)
-        weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        weight_gradient = (
+            WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        )
         ordered = TokenStatistics(*(_ordered(value, head.rows) for value in stats))
         slope_N = _ordered(grad_logprob_T, head.rows)
         entropy_slope_N = None if grad_entropy_T is None else _ordered(grad_entropy_T, head.rows)
@@ -387,7 +477,9 @@ class _Call:
 
 class _LinearLogprobEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, call: _Call, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, hidden_TH: Tensor, weight_VH: Tensor, call: _Call, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
         stats = call.statistics(hidden_TH, weight_VH)
         ctx.save_for_backward(hidden_TH, weight_VH, *stats)
         ctx.call, ctx.entropy_grad = call, entropy_grad
@@ -397,9 +489,18 @@ class _LinearLogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, *stats = ctx.saved_tensors
         grad_hidden_TH, weight_gradient = ctx.call.gradients(
-            hidden_TH, weight_VH, TokenStatistics(*stats), grad_logprob_T, grad_entropy_T if ctx.entropy_grad else None
+            hidden_TH,
+            weight_VH,
+            TokenStatistics(*stats),
+            grad_logprob_T,
+            grad_entropy_T if ctx.entropy_grad else None,
         )
-        return grad_hidden_TH, None if weight_gradient is None else weight_gradient.for_autograd(), None, None
+        return (
+            grad_hidden_TH,
+            None if weight_gradient is None else weight_gradient.for_autograd(),
+            None,
+            None,
+        )
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -442,14 +543,15 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
-    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more: a
-    ValueError on CPU, a device-side assertion on CUDA, without a wait."""
+    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it
+    any more: a ValueError on CPU, a device-side assertion on CUDA, without a wait."""
     if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:
         raise ValueError(
-            "linear_token_loss added the gradient of the weight to main_grad in its forward pass, for "
-            f"grad_scale = {scale}; the backward pass brings {float(grad_value)}: pass that as grad_scale"
+            "linear_token_loss added the gradient of the weight to main_grad in its forward "
+            f"pass, for grad_scale = {scale}; the backward pass brings {float(grad_value)}: pass "
+            "that as grad_scale"
         )
 
 
@@ -460,7 +562,9 @@ def _counts(
         return given
     counts = count_rows(rows_T, length, group.size())
     if given is not None and [*given] != counts:
-        raise ValueError(f"rows_per_rank must count sequence_rows by rank: got {[*given]}, they are {counts}")
+        raise ValueError(
+            f"rows_per_rank must count sequence_rows by rank: got {[*given]}, they are {counts}"
+        )
     return counts
 
 
@@ -479,4 +583,6 @@ def _ordered(values_T: Tensor, rows: Rows) -> Tensor:
 def _restored(stats: TokenStatistics, rows: Rows) -> TokenStatistics:
     if rows.order_N is None:
         return stats
-    return TokenStatistics(*(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats))
+    return TokenStatistics(
+        *(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats)
+    )

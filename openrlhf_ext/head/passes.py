@@ -1,6 +1,7 @@
-"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once. Nothing here knows
-of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's vocabulary shard, S
-= columns of a slice of it, H = hidden size; 4 as in ``statistics``."""
+"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once.
+Nothing here knows of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V =
+rows of this rank's vocabulary shard, S = columns of a slice of it, H = hidden size; 4 as in
+``statistics``."""
 
 from __future__ import annotations
 
@@ -14,42 +15,57 @@ from torch import Tensor
 
 from openrlhf_ext.head.kernels import Kernels, Precision, accumulate, multiply
 from openrlhf_ext.head.rows import Block, Rows, TileCosts, TilePlan
-from openrlhf_ext.head.statistics import TokenGradient, TokenStatistics, VocabularyShard, combine, empty_part, merge
+from openrlhf_ext.head.statistics import (
+    TokenGradient,
+    TokenStatistics,
+    VocabularyShard,
+    combine,
+    empty_part,
+    merge,
+)
 
-# loss(logprob_B, rows) -> loss_B: the terms of the tokens at these places of the call, already divided by the global
-# denominators. Term b may depend on log-probability b only.
+# loss(logprob_B, rows) -> loss_B: the terms of the tokens at these places of the call, already
+# divided by the global denominators. Term b may depend on log-probability b only.
 TokenLoss = Callable[[Tensor, "slice | Tensor"], Tensor]
 
-# coefficients(rows, statistics of these tokens) -> d loss / d log-prob and (or None) d loss / d entropy, both (B,)
+# coefficients(rows, statistics of these tokens) -> d loss / d log-prob and (or None) d loss / d
+# entropy, both (B,)
 Coefficients = Callable[[slice, TokenStatistics], tuple[Tensor, Tensor | None]]
 
-# Statistics of slices that wait to be merged: few operations on a GPU, and memory that the vocabulary does not move.
+# Statistics of slices that wait to be merged: few operations on a GPU, and memory that the
+# vocabulary does not move.
 _PARTS = 8
 
 
-def loss_and_slope(token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_slope(
+    token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor
+) -> tuple[Tensor, Tensor]:
     """Sum of the terms, and the derivative of each by its log-probability, (B,)."""
     with torch.enable_grad():
         variable_B = logprob_B.detach().requires_grad_()
         loss_B = token_loss(variable_B, rows)
         if loss_B.shape != variable_B.shape:
             raise ValueError(
-                f"token_loss must return one term per token, elementwise: got {tuple(loss_B.shape)} for "
-                f"{tuple(variable_B.shape)} log-probabilities"
+                "token_loss must return one term per token, elementwise: got "
+                f"{tuple(loss_B.shape)} for {tuple(variable_B.shape)} log-probabilities"
             )
         total = loss_B.sum()
         if not total.requires_grad:  # constant terms, of tokens without loss
             return total, torch.zeros_like(variable_B)
-        (slope_B,) = torch.autograd.grad(total, variable_B, allow_unused=True, materialize_grads=True)
+        (slope_B,) = torch.autograd.grad(
+            total, variable_B, allow_unused=True, materialize_grads=True
+        )
     return total.detach(), slope_B
 
 
 class WeightGradient:
-    """Sum of a call's contributions to the gradient of its (V, H) weight: in ``main_grad`` in place if there is one.
+    """Sum of a call's contributions to the gradient of its (V, H) weight: in ``main_grad`` in place
+    if there is one.
 
-    Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels that add to it
-    themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
-    gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
+    Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels
+    that add to it themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding
+    ``grad`` a second time. Autograd then gets no gradient: the hook runs all the same, and a
+    parameter that is used a second time (tied embeddings, marked by
     ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. (Protocol:
     megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
     """
@@ -57,14 +73,20 @@ class WeightGradient:
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
         self._weight_VH = weight_VH
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
-        # a low-precision main_grad would round every block's contribution: sum those in a buffer, and let DDP add it
-        if main_grad is not None and (main_grad.dtype != compute or not hasattr(weight_VH, "grad_added_to_main_grad")):
+        # a low-precision main_grad would round every block's contribution: sum those in a buffer,
+        # and let DDP add it
+        if main_grad is not None and (
+            main_grad.dtype != compute or not hasattr(weight_VH, "grad_added_to_main_grad")
+        ):
             main_grad = None
         self.in_main_grad = main_grad is not None
-        self.total_VH = torch.zeros_like(weight_VH, dtype=compute) if main_grad is None else main_grad
+        self.total_VH = (
+            torch.zeros_like(weight_VH, dtype=compute) if main_grad is None else main_grad
+        )
 
     def for_autograd(self) -> Tensor | None:
-        """The gradient for autograd; None where ``main_grad`` has it. To be asked for in the backward pass then."""
+        """The gradient for autograd; None where ``main_grad`` has it. To be asked for in the
+        backward pass then."""
         if not self.in_main_grad:
             return self.total_VH.to(self._weight_VH.dtype)
         self._weight_VH.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # of Megatron's DDP
@@ -77,7 +99,8 @@ class LinearHead:
 
     weight_VH: Tensor
     rows: Rows
-    target_N: Tensor  # row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds it
+    # row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds it
+    target_N: Tensor
     scale_N: Tensor | None  # 1 / temperature in the compute format; None for 1
     shard: VocabularyShard
     precision: Precision
@@ -96,7 +119,8 @@ class LinearHead:
         return self.plan.slices(self.shard.true_rows)
 
     def operand(self, block: Block) -> Tensor:
-        """(B, H) left operand of the logits' product, scaled by the temperature where that loses nothing."""
+        """(B, H) left operand of the logits' product, scaled by the temperature where that loses
+        nothing."""
         hidden_BH = block.hidden_BH.to(self.precision.logits)
         if self.scale_N is not None and self.precision.operands_are_exact:
             return hidden_BH * self.scale_N[block.rows, None]
@@ -118,30 +142,47 @@ def tile_costs(
     gradients: bool,
     gathered: float = 0.0,
 ) -> TileCosts:
-    """Bytes that a tile takes of the workspace. ``gathered``: ``rows.gathered_rows``; 0 where no hidden states
-    travel."""
+    """Bytes that a tile takes of the workspace. ``gathered``: ``rows.gathered_rows``; 0 where no
+    hidden states travel."""
     compute, item = precision.compute.itemsize, dtype.itemsize
     part = 4 * compute
     token = 4 * _PARTS * part + hidden * (compute if precision.operands_are_exact else 0)
     if gradients:
         token += 2 * hidden * compute  # of this block, and of the one before, which is on its way
-        token += hidden * precision.gradient.itemsize if precision.gradient != precision.logits else 0
-    if gathered:  # this block, the one before, the one on its way; and the gradients that are on theirs
-        token += math.ceil(hidden * (item * (2 + gathered) + (compute * gathered if gradients else 0)))
-    narrow = precision.gradient.itemsize if gradients and precision.gradient != precision.compute else 0
+        token += (
+            hidden * precision.gradient.itemsize if precision.gradient != precision.logits else 0
+        )
+    # this block, the one before, the one on its way; and the gradients that are on theirs
+    if gathered:
+        token += math.ceil(
+            hidden * (item * (2 + gathered) + (compute * gathered if gradients else 0))
+        )
+    narrow = (
+        precision.gradient.itemsize if gradients and precision.gradient != precision.compute else 0
+    )
     spare = compute if statistics and not kernels.keeps_logits else 0
     widened = precision.logits != dtype or (gradients and precision.gradient != dtype)
     return TileCosts(
-        logit=compute + narrow + spare, kept=compute, token=token, column=hidden * compute if widened else 0, part=part
+        logit=compute + narrow + spare,
+        kept=compute,
+        token=token,
+        column=hidden * compute if widened else 0,
+        part=part,
     )
 
 
 class _Buffers:
-    """The workspace of one walk: tiles of logits, and what the kernels and the gradients' products need beside them."""
+    """The workspace of one walk: tiles of logits, and what the kernels and the gradients' products
+    need beside them."""
 
-    def __init__(self, head: LinearHead, *, statistics: bool = True, gradients: bool = True) -> None:
+    def __init__(
+        self, head: LinearHead, *, statistics: bool = True, gradients: bool = True
+    ) -> None:
         self._head, precision, kernels = head, head.precision, head.kernels
-        tile, block = head.rows.longest * head.plan.columns, head.rows.longest * head.shard.true_rows
+        tile, block = (
+            head.rows.longest * head.plan.columns,
+            head.rows.longest * head.shard.true_rows,
+        )
         self._kept = self._empty(block if head.plan.keeps else 0)
         keeps_logits = head.plan.keeps and kernels.keeps_logits
         self._logits = None if keeps_logits else self._empty(tile)
@@ -153,7 +194,11 @@ class _Buffers:
         self._widened: slice | None = None
 
     def _empty(self, elements: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(elements, dtype=dtype or self._head.precision.compute, device=self._head.weight_VH.device)
+        return torch.empty(
+            elements,
+            dtype=dtype or self._head.precision.compute,
+            device=self._head.weight_VH.device,
+        )
 
     def kept(self, tokens: int, columns: slice) -> Tensor:
         first = tokens * columns.start
@@ -165,10 +210,15 @@ class _Buffers:
         return _view(self._logits, tokens, columns)
 
     def spare(self, tokens: int, columns: slice) -> Tensor:
-        """The second tile of ``Kernels.statistics``; the first again for kernels that do without."""
+        """The second tile of ``Kernels.statistics``; the first again for kernels that do
+        without."""
         if self._head.kernels.keeps_logits:
             return self.logits(tokens, columns)
-        return self.kept(tokens, columns) if self._spare is None else _view(self._spare, tokens, columns)
+        return (
+            self.kept(tokens, columns)
+            if self._spare is None
+            else _view(self._spare, tokens, columns)
+        )
 
     def gradient(self, tile_BS: Tensor, columns: slice) -> Tensor:
         """Where the gradient of a tile goes: in place, unless the products take another format."""
@@ -194,18 +244,25 @@ def _view(buffer: Tensor, tokens: int, columns: slice) -> Tensor:
 
 
 def statistics(head: LinearHead) -> TokenStatistics:
-    """Of every token, from one walk over all tiles and, at its end, two all-reduces for the whole call."""
+    """Of every token, from one walk over all tiles and, at its end, two all-reduces for the whole
+    call."""
     part_4N = _nothing(head, head.rows.count)
     buffers = _Buffers(head, gradients=False)
     for block in head.blocks():
-        part_4N[:, block.rows] = _merged(head, _parts(head, buffers, block, head.operand(block)), block)
+        part_4N[:, block.rows] = _merged(
+            head, _parts(head, buffers, block, head.operand(block)), block
+        )
     return combine(part_4N, head.shard)
 
 
 def gradients(
-    head: LinearHead, stats: TokenStatistics, coefficients: Coefficients, weight_gradient: WeightGradient | None
+    head: LinearHead,
+    stats: TokenStatistics,
+    coefficients: Coefficients,
+    weight_gradient: WeightGradient | None,
 ) -> Tensor:
-    """Gradient of the hidden states from recomputed logits; that of the weight is added to ``weight_gradient``."""
+    """Gradient of the hidden states from recomputed logits; that of the weight is added to
+    ``weight_gradient``."""
     sink, buffers = head.rows.sink(), _Buffers(head, statistics=False)
 
     def gradient(block: Block) -> Tensor:
@@ -221,8 +278,9 @@ def gradients(
 def statistics_and_gradients(
     head: LinearHead, coefficients: Coefficients, weight_gradient: WeightGradient | None
 ) -> tuple[TokenStatistics, Tensor]:
-    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are. The
-    logits are computed once where the plan keeps the tiles of a block, and twice otherwise."""
+    """Statistics and gradients block by block: the coefficients of a block are known as soon as its
+    statistics are. The logits are computed once where the plan keeps the tiles of a block, and
+    twice otherwise."""
     sink, buffers, pieces = head.rows.sink(), _Buffers(head), []
 
     def gradient(block: Block) -> Tensor:
@@ -240,16 +298,24 @@ def statistics_and_gradients(
         sink.add(block, gradient(block))
     if not pieces:
         return combine(_nothing(head, 0), head.shard), sink.finish()
-    return TokenStatistics(*(torch.cat(values) for values in zip(*pieces, strict=True))), sink.finish()
+    return TokenStatistics(
+        *(torch.cat(values) for values in zip(*pieces, strict=True))
+    ), sink.finish()
 
 
 def _nothing(head: LinearHead, tokens: int) -> Tensor:
     return empty_part(tokens, head.precision.compute, head.weight_VH.device)
 
 
-def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor) -> Iterator[Tensor]:
+def _parts(
+    head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor
+) -> Iterator[Tensor]:
     """(4, B) of each slice of this rank's shard."""
-    tokens, target_B, scale_B = operand_BH.shape[0], head.target_N[block.rows], head.tile_scale(block.rows)
+    tokens, target_B, scale_B = (
+        operand_BH.shape[0],
+        head.target_N[block.rows],
+        head.tile_scale(block.rows),
+    )
     for columns in head.slices:
         logits_BS = buffers.logits(tokens, columns)
         multiply(logits_BS, operand_BH, buffers.weight(columns, head.precision.logits).t())
@@ -276,9 +342,13 @@ class _BlockGradient:
         self._head, self._buffers, self._block = head, buffers, block
         self._operand_BH, self._weight_gradient = operand_BH, weight_gradient
         self._right_BH = operand_BH.to(head.precision.gradient)
-        self._grad_BH = torch.zeros(operand_BH.shape, dtype=head.precision.compute, device=operand_BH.device)
+        self._grad_BH = torch.zeros(
+            operand_BH.shape, dtype=head.precision.compute, device=operand_BH.device
+        )
 
-    def recomputed(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> Tensor:
+    def recomputed(
+        self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
         head, token = self._head, self._token(stats, coefficients)
         for columns in head.slices:
             weight_SH = self._buffers.weight(columns, head.precision.logits)
@@ -290,7 +360,10 @@ class _BlockGradient:
         return self._scaled()
 
     def from_kept(
-        self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None], parts: list[Tensor]
+        self,
+        stats: TokenStatistics,
+        coefficients: tuple[Tensor, Tensor | None],
+        parts: list[Tensor],
     ) -> Tensor:
         head, token = self._head, self._token(stats, coefficients)
         for columns, part_4B in zip(head.slices, parts, strict=True):
@@ -300,7 +373,9 @@ class _BlockGradient:
             self._add(out_BS, columns)
         return self._scaled()
 
-    def _token(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> TokenGradient:
+    def _token(
+        self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]
+    ) -> TokenGradient:
         rows, (coefficient_B, entropy_coefficient_B) = self._block.rows, coefficients
         return TokenGradient(
             maximum_B=stats.maximum_N,

@@ -1,13 +1,15 @@
-"""How a call is cut into tiles of logits that fit the workspace, and its hidden states block by block.
+"""How a call is cut into tiles of logits that fit the workspace, and its hidden states block by
+block.
 
-A block of tokens meets one slice of the vocabulary after the other, so that the workspace neither grows with the number
-of tokens nor with the vocabulary, and the products keep shapes that run at full speed. Under sequence parallelism only
-the wanted hidden states travel, one block ahead of the computation; their gradients are summed over the vocabulary
-shards and go back to their owners one block behind it. A block takes from every rank in proportion to what that rank
-holds, so that little is padded, and the order of processing differs from the caller's.
+A block of tokens meets one slice of the vocabulary after the other, so that the workspace neither
+grows with the number of tokens nor with the vocabulary, and the products keep shapes that run at
+full speed. Under sequence parallelism only the wanted hidden states travel, one block ahead of the
+computation; their gradients are summed over the vocabulary shards and go back to their owners one
+block behind it. A block takes from every rank in proportion to what that rank holds, so that little
+is padded, and the order of processing differs from the caller's.
 
-Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R = ranks times the most
-tokens that one of them has in a block, H = hidden size.
+Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R =
+ranks times the most tokens that one of them has in a block, H = hidden size.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from torch import Tensor
 
 from openrlhf_ext.head.statistics import VocabularyShard
 
-# Larger blocks win nothing measurable on a CPU; on a GPU they cost memory for each block's hidden states.
+# Larger blocks win nothing measurable on a CPU; on a GPU they cost memory for each block's hidden
+# states.
 _MOST_TOKENS = 2048
-# On a CPU a tile of the statistics, which go over it several times, should stay in the cache: 2^21 fp32 logits are
+# On a CPU a tile of the statistics, which go over it several times, should stay in the cache: 2^21
+# fp32 logits are
 # 8 MiB. Gradients go over it less often, and their three products are faster on wider slices.
 _CPU_TILE_ELEMENTS = 1 << 21
 _CPU_GRADIENT_TILE_ELEMENTS = 1 << 23
-# A narrower slice, a smaller block, or a one-pass head on fewer tokens would make the products slow. A block's gradient
-# of the weight reads and writes V H fp32 numbers, which on a GPU takes longer than the product below ~1,000 tokens.
+# A narrower slice, a smaller block, or a one-pass head on fewer tokens would make the products
+# slow. A block's gradient of the weight reads and writes V H fp32 numbers, which on a GPU takes
+# longer than the product below ~1,000 tokens.
 _FEWEST_COLUMNS = 128
 _FEWEST_TOKENS = 16
 _FEWEST_ONE_PASS_TOKENS = {"cpu": 128, "cuda": 1024}
@@ -49,23 +54,36 @@ class TileCosts:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Tokens of a block (at most) and columns of a slice (at most); ``keeps``: all slices of a block are kept."""
+    """Tokens of a block (at most) and columns of a slice (at most); ``keeps``: all slices of a
+    block are kept."""
 
     tokens: int
     columns: int
     keeps: bool = False
 
     def slices(self, true_rows: int) -> list[slice]:
-        return [slice(first, min(first + self.columns, true_rows)) for first in range(0, true_rows, self.columns)]
+        return [
+            slice(first, min(first + self.columns, true_rows))
+            for first in range(0, true_rows, self.columns)
+        ]
 
 
 def tile_plan(
-    tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, statistics: bool = True
+    tokens: int,
+    rows: int,
+    costs: TileCosts,
+    workspace_bytes: int,
+    device_type: str,
+    *,
+    statistics: bool = True,
 ) -> TilePlan:
-    """Blocks and slices for a head that forgets a tile before it makes the next, bounded by the workspace down to 16
-    tokens times 128 columns. ``tokens`` and ``rows`` are of the whole call and of a shard, padding included, so that
-    every rank makes the same plan. ``statistics``: the tiles are not for gradients alone."""
-    block = min(tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token))))
+    """Blocks and slices for a head that forgets a tile before it makes the next, bounded by the
+    workspace down to 16 tokens times 128 columns. ``tokens`` and ``rows`` are of the whole call and
+    of a shard, padding included, so that every rank makes the same plan. ``statistics``: the tiles
+    are not for gradients alone."""
+    block = min(
+        tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token)))
+    )
     block = _even(tokens, block)
     columns = (workspace_bytes - block * costs.token) // (block * costs.logit + costs.column)
     if device_type == "cpu":
@@ -81,10 +99,13 @@ def tile_plan(
 def one_pass_plan(
     tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, force: bool
 ) -> TilePlan | None:
-    """The same for a head that keeps a block's tiles until their gradient; None if blocks get too small, unless
+    """The same for a head that keeps a block's tiles until their gradient; None if blocks get too
+    small, unless
     ``force``d."""
     columns = max(1, min(rows, _ONE_PASS_COLUMNS.get(device_type, _ONE_PASS_COLUMNS["cuda"])))
-    token = rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part
+    token = (
+        rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part
+    )
     block = (workspace_bytes - columns * costs.column) // token
     fewest = _FEWEST_ONE_PASS_TOKENS.get(device_type, _FEWEST_ONE_PASS_TOKENS["cuda"])
     if block < min(tokens, fewest) and not force:
@@ -107,9 +128,11 @@ class Block(NamedTuple):
 
 
 class ReplicatedRows:
-    """Hidden states (N, H) that every rank of the group holds. ``longest``: tokens of the largest block. ``order_N``:
-    the caller's place of each token in the order of processing; None: the same. A ``sink`` takes this rank's part of
-    the gradients of all blocks, in their order; each may be overwritten, and is summed over the ranks."""
+    """Hidden states (N, H) that every rank of the group holds. ``longest``: tokens of the largest
+    block. ``order_N``:
+    the caller's place of each token in the order of processing; None: the same. A ``sink`` takes
+    this rank's part of the gradients of all blocks, in their order; each may be overwritten, and is
+    summed over the ranks."""
 
     order_N = None
 
@@ -153,7 +176,8 @@ class _ReplicatedSink:
 
 
 def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
-    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device."""
+    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the
+    device."""
     owner_N = torch.div(rows_N, max(1, length), rounding_mode="floor")
     counts = torch.bincount(owner_N.clamp(0, ranks), minlength=ranks).tolist()
     if len(counts) > ranks or (rows_N.numel() and int(rows_N.min()) < 0):
@@ -165,19 +189,26 @@ def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
 
 
 def gathered_rows(counts: Sequence[int], group: dist.ProcessGroup) -> float:
-    """Rows that a collective holds for each token of a block: R, to which the fullest rank pads all others, and the
-    share of one rank; gloo works on copies of them."""
+    """Rows that a collective holds for each token of a block: R, to which the fullest rank pads all
+    others, and the share of one rank; gloo works on copies of them."""
     rows = max(counts) * (len(counts) + 1) / max(1, sum(counts))
     return 2 * rows if dist.get_backend(group) == "gloo" else rows
 
 
 class SequenceShardedRows:
-    """Rows ``rows_N`` of the hidden states that the ranks of a group hold one after the other, ``hidden_LH`` each."""
+    """Rows ``rows_N`` of the hidden states that the ranks of a group hold one after the other,
+    ``hidden_LH`` each."""
 
     def __init__(
-        self, hidden_LH: Tensor, rows_N: Tensor, counts: Sequence[int], group: dist.ProcessGroup, tokens: int
+        self,
+        hidden_LH: Tensor,
+        rows_N: Tensor,
+        counts: Sequence[int],
+        group: dist.ProcessGroup,
+        tokens: int,
     ) -> None:
-        """``counts`` as from ``count_rows``; ``tokens`` of a block at most. The host waits for nothing."""
+        """``counts`` as from ``count_rows``; ``tokens`` of a block at most. The host waits for
+        nothing."""
         self.count = rows_N.numel()
         self._hidden_LH, self._group = hidden_LH, group
         self._size, self._rank = group.size(), group.rank()
@@ -187,7 +218,9 @@ class SequenceShardedRows:
         owner_N = torch.div(rows_N, max(1, hidden_LH.shape[0]), rounding_mode="floor")
         by_owner_N = torch.argsort(owner_N, stable=True)
         self.order_N = by_owner_N[sorted_N]
-        self._mine = rows_N[by_owner_N].split(list(counts))[self._rank] - self._rank * hidden_LH.shape[0]
+        self._mine = (
+            rows_N[by_owner_N].split(list(counts))[self._rank] - self._rank * hidden_LH.shape[0]
+        )
 
     def blocks(self) -> Iterator[Block]:
         under_way = [self._gather(0)] if self._shares else []
@@ -220,7 +253,8 @@ class SequenceShardedRows:
         return None if min(shares) == max(shares) else self._places_N[self._block(number)]
 
     def start_scatter(self, number: int, grad_BH: Tensor) -> tuple[Tensor, dist.Work, Tensor]:
-        """Begins to sum a block's gradients over the ranks; returns what will hold this rank's rows."""
+        """Begins to sum a block's gradients over the ranks; returns what will hold this rank's
+        rows."""
         longest, places = max(self._shares[number]), self._places(number)
         padded_RH = grad_BH
         if places is not None:
@@ -239,7 +273,10 @@ class _Gathered:
         self._places = places
         self._all = padded.new_empty(padded.shape[0] * group.size(), padded.shape[1])
         # the source has to live as long as the work
-        self._under_way = dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True), padded
+        self._under_way = (
+            dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True),
+            padded,
+        )
 
     def wait(self) -> Tensor:
         work, _ = self._under_way
@@ -276,19 +313,23 @@ Rows = ReplicatedRows | SequenceShardedRows
 
 
 def _shares(counts: Sequence[int], tokens: int) -> list[list[int]]:
-    """How many rows each block takes from each rank: about ``tokens`` a block, never more, proportional to ``counts``.
-    With fewer tokens a block than ranks it may be more: every rank gives at most one then."""
+    """How many rows each block takes from each rank: about ``tokens`` a block, never more,
+    proportional to ``counts``. With fewer tokens a block than ranks it may be more: every rank
+    gives at most one then."""
     blocks = -(-sum(counts) // tokens)
     while True:
-        shares = [[count * (k + 1) // blocks - count * k // blocks for count in counts] for k in range(blocks)]
+        shares = [
+            [count * (k + 1) // blocks - count * k // blocks for count in counts]
+            for k in range(blocks)
+        ]
         if max(map(sum, shares), default=0) <= max(tokens, len(counts)):
             return shares
         blocks += 1
 
 
 def _indices(counts: Sequence[int], shares: list[list[int]], device: torch.device) -> Tensor:
-    """(2, N) in the order of processing (block by block, rank by rank): places in the rows sorted by owner, and in
-    the gathered (R, H) of the block."""
+    """(2, N) in the order of processing (block by block, rank by rank): places in the rows sorted
+    by owner, and in the gathered (R, H) of the block."""
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     pieces = [torch.zeros(2, 0, dtype=torch.long)]
     for block in shares:
@@ -298,4 +339,8 @@ def _indices(counts: Sequence[int], shares: list[list[int]], device: torch.devic
             starts[rank] += count
     indices_2N = torch.cat(pieces, 1)
     # a copy from pageable memory would wait for all work that the device has been given
-    return indices_2N.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices_2N
+    return (
+        indices_2N.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else indices_2N
+    )

@@ -1,15 +1,19 @@
 """What is known of a distribution from parts of its logits, and how the parts are put together.
 
-A part of a token's logits ``u`` (a slice of the vocabulary, or a rank's shard) is described by four numbers:
+A part of a token's logits ``u`` (a slice of the vocabulary, or a rank's shard) is described by four
+numbers:
 
-    m = max u        s = sum exp(u - m)        w = sum exp(u - m) (u - m)        t = u[target], 0 if not in the part
+    m = max u        s = sum exp(u - m)        w = sum exp(u - m) (u - m)        t = u[target], 0 if
+    not in the part
 
-Parts combine without a loss of precision, because every exponential is at most 1: with ``M = max m``, ``d = m - M``:
+Parts combine without a loss of precision, because every exponential is at most 1: with
+``M = max m``, ``d = m - M``:
 ``s' = sum e^d s``, ``w' = sum e^d (w + d s)``, ``t' = sum t``. Then
 
     logprob = (t' - M) - ln s'        entropy = ln s' - w' / s'
 
-Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard, B = tokens of a block; 4 = (m, s, w, t).
+Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard, B = tokens of a block; 4 = (m,
+s, w, t).
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's rows of the output embedding, ``[first, first + true_rows)`` of the true vocabulary; the rest of the
-    shard is padding. ``group``: the tensor-parallel group; None where one rank holds the whole vocabulary."""
+    """This rank's rows of the output embedding, ``[first, first + true_rows)`` of the true
+    vocabulary; the rest of the shard is padding. ``group``: the tensor-parallel group; None where
+    one rank holds the whole vocabulary."""
 
     group: dist.ProcessGroup | None
     first: int
@@ -34,15 +39,20 @@ class VocabularyShard:
     vocab_size: int
 
     @classmethod
-    def of(cls, weight_VH: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> VocabularyShard:
-        """The shard of this rank: rank r of the group holds rows ``[r V, (r + 1) V)`` of the padded vocabulary. Raises
+    def of(
+        cls, weight_VH: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None
+    ) -> VocabularyShard:
+        """The shard of this rank: rank r of the group holds rows ``[r V, (r + 1) V)`` of the padded
+        vocabulary. Raises
         ValueError: ``vocab_size`` does not fit the shards."""
         size = group.size() if group is not None else 1
         rank = group.rank() if group is not None else 0
         rows = weight_VH.shape[0]
         total = rows * size if vocab_size is None else vocab_size
         if not 0 < total <= rows * size:
-            raise ValueError(f"vocab_size must be in [1, shard rows * group size]: got {total}, {rows} * {size}")
+            raise ValueError(
+                f"vocab_size must be in [1, shard rows * group size]: got {total}, {rows} * {size}"
+            )
         true_rows = min(max(total - rank * rows, 0), rows)
         return cls(group if size > 1 else None, rank * rows, true_rows, total)
 
@@ -57,12 +67,14 @@ class VocabularyShard:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def local(self, target_N: Tensor) -> Tensor:
-        """Row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds it."""
+        """Row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds
+        it."""
         return target_N - self.first
 
 
 class TokenStatistics(NamedTuple):
-    """Of each token's whole distribution, the same on every rank; all of shape (N,), fp32 (fp64 for fp64 input)."""
+    """Of each token's whole distribution, the same on every rank; all of shape (N,), fp32 (fp64 for
+    fp64 input)."""
 
     logprob_N: Tensor
     entropy_N: Tensor
@@ -80,7 +92,8 @@ class TokenGradient(NamedTuple):
     log_sum_B: Tensor
     coefficient_B: Tensor  # d loss / d log-probability
     column_B: Tensor  # of the target in the tile; outside of ``[0, S)`` where it lies elsewhere
-    scale_B: Tensor | None = None  # factor of the logits (1 / temperature); None: they are scaled already
+    # factor of the logits (1 / temperature); None: they are scaled already
+    scale_B: Tensor | None = None
     entropy_coefficient_B: Tensor | None = None  # d loss / d entropy; None: the entropy is constant
     entropy_B: Tensor | None = None
 
@@ -101,7 +114,8 @@ def merge(parts_P4N: Tensor) -> Tensor:
 
 
 def combine(part_4N: Tensor, shard: VocabularyShard) -> TokenStatistics:
-    """Statistics of the whole distributions from every rank's part: one MAX and one packed SUM all-reduce."""
+    """Statistics of the whole distributions from every rank's part: one MAX and one packed SUM
+    all-reduce."""
     maximum_N = shard.all_reduce(part_4N[0].clone(), dist.ReduceOp.MAX)
     packed_3N = torch.stack([*_rescaled(part_4N[0], part_4N[1], part_4N[2], maximum_N), part_4N[3]])
     sum_N, weighted_N, target_N = shard.all_reduce(packed_3N)
@@ -111,7 +125,9 @@ def combine(part_4N: Tensor, shard: VocabularyShard) -> TokenStatistics:
     return TokenStatistics(logprob_N, entropy_N, maximum_N, log_sum_N)
 
 
-def _rescaled(maximum: Tensor, total: Tensor, weighted: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+def _rescaled(
+    maximum: Tensor, total: Tensor, weighted: Tensor, reference: Tensor
+) -> tuple[Tensor, Tensor]:
     shift = maximum - reference
     factor = shift.exp()
     return factor * total, factor * (weighted + shift * total)

@@ -1,7 +1,9 @@
-"""The passes over a tile of logits as Triton kernels; importing this module needs the package ``triton``.
+"""The passes over a tile of logits as Triton kernels; importing this module needs the package
+``triton``.
 
-A tile is larger than a GPU's caches, so that a pass costs its memory traffic: 4 bytes a logit for the statistics, 4
-read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in the product that made it.
+A tile is larger than a GPU's caches, so that a pass costs its memory traffic: 4 bytes a logit for
+the statistics, 4 read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in
+the product that made it.
 """
 
 from __future__ import annotations
@@ -15,15 +17,25 @@ from openrlhf_ext.head.statistics import TokenGradient
 
 _BLOCK = 4096  # columns that a program handles at a time
 _WARPS = 8
-_PROGRAMS = 4  # of a row in the statistics, whose loop waits for its own sums: one read 1.7 TB/s of 4.3 on an H200
+# of a row in the statistics, whose loop waits for its own sums: one read 1.7 TB/s of 4.3 on an H200
+_PROGRAMS = 4
 _MERGED = 256  # tokens whose programs' parts are put together by one program
 
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, scale_ptr, column_ptr, part_ptr, tokens, columns, stride, SCALED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program a token and ``stride`` columns of its row: their (m, s, w, t), online; into (programs, 4, tokens)."""
+    logits_ptr,
+    scale_ptr,
+    column_ptr,
+    part_ptr,
+    tokens,
+    columns,
+    stride,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token and ``stride`` columns of its row: their (m, s, w, t), online; into
+    (programs, 4, tokens)."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row * columns
     part_ptr += number.to(tl.int64) * 4 * tokens + row
@@ -60,7 +72,9 @@ def _merge_kernel(parts_ptr, part_ptr, tokens, PARTS: tl.constexpr, BLOCK: tl.co
     inside = rows < tokens
     maximum = tl.load(parts_ptr + rows, mask=inside, other=0.0)
     for part in range(1, PARTS):
-        maximum = tl.maximum(maximum, tl.load(parts_ptr + 4 * part * tokens + rows, mask=inside, other=0.0))
+        maximum = tl.maximum(
+            maximum, tl.load(parts_ptr + 4 * part * tokens + rows, mask=inside, other=0.0)
+        )
     total = tl.full((BLOCK,), 0.0, tl.float32)
     weighted = tl.full((BLOCK,), 0.0, tl.float32)
     target = tl.full((BLOCK,), 0.0, tl.float32)
@@ -80,9 +94,20 @@ def _merge_kernel(parts_ptr, part_ptr, tokens, PARTS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr, out_ptr, scale_ptr, maximum_ptr, log_sum_ptr, coefficient_ptr, column_ptr, entropy_coefficient_ptr,
-    entropy_ptr, columns, SCALED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    out_ptr,
+    scale_ptr,
+    maximum_ptr,
+    log_sum_ptr,
+    coefficient_ptr,
+    column_ptr,
+    entropy_coefficient_ptr,
+    entropy_ptr,
+    columns,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program a token and BLOCK columns: logits to d loss / d unscaled logits."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +132,9 @@ class TritonKernels:
 
     keeps_logits = True
 
-    def statistics(self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None) -> Tensor:
+    def statistics(
+        self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None
+    ) -> Tensor:
         tokens, columns = logits_BS.shape
         block = _block(columns)
         stride = triton.cdiv(triton.cdiv(columns, _PROGRAMS), block) * block
@@ -115,9 +142,17 @@ class TritonKernels:
         part_4B = parts_P4B[0]
         with _device(logits_BS):
             _statistics_kernel[(tokens, len(parts_P4B))](
-                logits_BS, scale_B if scale_B is not None else logits_BS, column_B, parts_P4B, tokens, columns, stride,
-                SCALED=scale_B is not None, BLOCK=block, num_warps=_WARPS,
-            )  # fmt: skip
+                logits_BS,
+                scale_B if scale_B is not None else logits_BS,
+                column_B,
+                parts_P4B,
+                tokens,
+                columns,
+                stride,
+                SCALED=scale_B is not None,
+                BLOCK=block,
+                num_warps=_WARPS,
+            )
             if len(parts_P4B) > 1:
                 part_4B = logits_BS.new_empty(4, tokens)
                 _merge_kernel[(triton.cdiv(tokens, _MERGED),)](
@@ -132,17 +167,30 @@ class TritonKernels:
         vectors = [
             (unused if vector is None else vector.contiguous())
             for vector in (
-                token.scale_B, token.maximum_B, token.log_sum_B, token.coefficient_B, token.column_B,
-                token.entropy_coefficient_B, token.entropy_B,
+                token.scale_B,
+                token.maximum_B,
+                token.log_sum_B,
+                token.coefficient_B,
+                token.column_B,
+                token.entropy_coefficient_B,
+                token.entropy_B,
             )
-        ]  # fmt: skip
+        ]
         with _device(logits_BS):
             _gradient_kernel[(tokens, triton.cdiv(columns, block))](
-                logits_BS, out_BS, *vectors, columns, SCALED=token.scale_B is not None,
-                ENTROPY=token.entropy_coefficient_B is not None, BLOCK=block, num_warps=_WARPS,
-            )  # fmt: skip
+                logits_BS,
+                out_BS,
+                *vectors,
+                columns,
+                SCALED=token.scale_B is not None,
+                ENTROPY=token.entropy_coefficient_B is not None,
+                BLOCK=block,
+                num_warps=_WARPS,
+            )
 
-    def kept_gradient(self, kept_BS: Tensor, part_4B: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+    def kept_gradient(
+        self, kept_BS: Tensor, part_4B: Tensor, token: TokenGradient, out_BS: Tensor
+    ) -> None:
         self.gradient(kept_BS, token, out_BS)
 
 

@@ -1,1 +1,2 @@
-"""The policy on Megatron-core: layout, model, weights, packing of micro-batches, forward and train step."""
+"""The policy on Megatron-core: layout, model, weights, packing of micro-batches, forward and train
+step."""

@@ -1,7 +1,8 @@
 """One rank's share of a decoder on Megatron-core, built and loaded; its weights on their way out.
 
-Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: N = response
-tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape
+suffixes: N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch
+on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class TrainedChunk(DistributedDataParallel):
     """Megatron's DDP around a model chunk whose head is not a module's forward pass.
 
-    Megatron reduces a bucket of gradients when the hooks of all of its parameters have run, and gathers a bucket of
-    updated parameters in a hook before the module that reads them. The head (``openrlhf_ext.head``) is called with a
-    weight: it adds that weight's gradient to ``main_grad`` itself and hands autograd none, and no module's hook waits
-    for the weight.
+    Megatron reduces a bucket of gradients when the hooks of all of its parameters have run, and
+    gathers a bucket of updated parameters in a hook before the module that reads them. The head
+    (``openrlhf_ext.head``) is called with a
+    weight: it adds that weight's gradient to ``main_grad`` itself and hands autograd none, and no
+    module's hook waits for the weight.
     """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -58,7 +60,8 @@ class TrainedChunk(DistributedDataParallel):
             self.param_to_bucket_group[parameter].finish_param_sync()
 
     def gather_parameters(self) -> None:
-        """Gathers what the last update left to the next forward pass. A collective of the data-parallel ranks."""
+        """Gathers what the last update left to the next forward pass. A collective of the
+        data-parallel ranks."""
         if not self.ddp_config.overlap_param_gather:
             return
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
@@ -67,9 +70,12 @@ class TrainedChunk(DistributedDataParallel):
 
 
 def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Megatron's ``no_sync_func``, without which ``overlap_grad_reduce`` reduces gradients at every micro-batch."""
+    """Megatron's ``no_sync_func``, without which ``overlap_grad_reduce`` reduces gradients at every
+    micro-batch."""
     functions = [
-        chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
+        chunk.no_sync
+        for chunk in chunks
+        if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
     ]
     return functions[0] if len(functions) == 1 else functions or None
 
@@ -77,8 +83,9 @@ def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
 class BuiltModel:
     """This rank's model chunks; a subclass with other parameters overrides how they are made.
 
-    ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's schedules; the last one
-    of the last stage makes hidden states. ``models``: they as schedules see them, DDP-wrapped when trained.
+    ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's
+    schedules; the last one of the last stage makes hidden states. ``models``: they as schedules see
+    them, DDP-wrapped when trained.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -86,7 +93,9 @@ class BuiltModel:
         self.shape = self.read_shape()
         self.dtype = DTYPES[settings.megatron.param_dtype]
         self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
         )
         for converter in settings.converters:
             converter.require()
@@ -98,7 +107,9 @@ class BuiltModel:
         self.trained = trained_of(self)
         self.trained.build()
         self.side_files = (
-            read_side_files(settings.model_path, settings.chat_template) if dist.get_rank() == 0 else {}
+            read_side_files(settings.model_path, settings.chat_template)
+            if dist.get_rank() == 0
+            else {}
         )
         self.models = [self._wrap(chunk) for chunk in self.chunks]
 
@@ -110,7 +121,8 @@ class BuiltModel:
         stages = [None] if chunks == 1 else range(chunks)
         converters, longest = self.settings.converters, self.settings.max_len
         return [
-            build_model(self.shape, self.config, stage, converters=converters, longest=longest) for stage in stages
+            build_model(self.shape, self.config, stage, converters=converters, longest=longest)
+            for stage in stages
         ]
 
     def load_weights(self) -> None:
@@ -136,7 +148,8 @@ class BuiltModel:
 
     @property
     def on_last_stage(self) -> bool:
-        """Whether this rank's last chunk makes the hidden states that the head needs. Not a collective."""
+        """Whether this rank's last chunk makes the hidden states that the head needs. Not a
+        collective."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
@@ -145,32 +158,38 @@ class BuiltModel:
         return self.chunks[-1]
 
     def output_embedding(self) -> Tensor:
-        """This rank's shard of the head's weight (last stage only), complete: no module's forward pass reads it, so no
-        hook of Megatron's waits until it is gathered."""
+        """This rank's shard of the head's weight (last stage only), complete: no module's forward
+        pass reads it, so no hook of Megatron's waits until it is gathered."""
         weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
         if isinstance(chunk, TrainedChunk):
             chunk.await_parameter(weight)
         return weight
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """(N, H) what ``loss`` gets of the model's output (of this rank's piece of it under sequence parallelism)."""
+        """(N, H) what ``loss`` gets of the model's output (of this rank's piece of it under
+        sequence parallelism)."""
         if self.config.sequence_parallel:
-            # every tensor-parallel rank then computes the same with them: the backward pass only splits
-            hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)
+            # every tensor-parallel rank then computes the same with them: the backward pass only
+            # splits
+            hidden_LH = gather_from_sequence_parallel_region(
+                hidden_LH, tensor_parallel_output_grad=False
+            )
         return hidden_LH[part.hidden_N]
 
     def gather_parameters(self) -> None:
-        """Completes what the last update left to the next forward pass; a no-op if it left nothing."""
+        """Completes what the last update left to the next forward pass; a no-op if it left
+        nothing."""
         for chunk in self.models:
             if isinstance(chunk, TrainedChunk):
                 chunk.gather_parameters()
 
-    # ---- weights out ------------------------------------------------------------------------------------------------
+    # ---- weights out
+    # ----------------------------------------------------------------------------------------------
 
-    def exporter(
-        self, value: Value | None = None, most_streams: int = 1
-    ) -> HFExporter:
-        return HFExporter(self.chunks, Ownership(self.shape, self.settings.layout, most_streams), value)
+    def exporter(self, value: Value | None = None, most_streams: int = 1) -> HFExporter:
+        return HFExporter(
+            self.chunks, Ownership(self.shape, self.settings.layout, most_streams), value
+        )
 
     def export(self, value: Value | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
@@ -180,20 +199,29 @@ class BuiltModel:
         return self.exporter().rows()
 
     def write_hf(
-        self, target: str | Path, config_changes: Mapping[str, Any] | None = None,
+        self,
+        target: str | Path,
+        config_changes: Mapping[str, Any] | None = None,
         value: Value | None = None,
-    ) -> dict[str, int]:  # fmt: skip
+    ) -> dict[str, int]:
         """Writes all weights; see ``write_rows``."""
         rows = self.export_rows() if value is None else self.exporter(value).rows()
-        return self.write_rows(rows, self.shape, self.dtype, self.side_files, target, config_changes=config_changes)
+        return self.write_rows(
+            rows, self.shape, self.dtype, self.side_files, target, config_changes=config_changes
+        )
 
     @staticmethod
     def write_rows(
-        rows: Iterator[HFRows], shape: ModelShape, dtype: torch.dtype, files: Mapping[str, bytes], target: str | Path,
+        rows: Iterator[HFRows],
+        shape: ModelShape,
+        dtype: torch.dtype,
+        files: Mapping[str, bytes],
+        target: str | Path,
         **more: Any,
-    ) -> dict[str, int]:  # fmt: skip
-        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk. Returns on
-        rank 0 the size in bytes of every file by its name; on the others, which may return long before, nothing."""
+    ) -> dict[str, int]:
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for
+        the disk. Returns on rank 0 the size in bytes of every file by its name; on the others,
+        which may return long before, nothing."""
         if dist.get_rank() == 0:
             return save_hf(rows, hf_tensors(shape), dtype, files, target, **more)
         for _ in rows:

@@ -1,17 +1,19 @@
-"""Resumable state of a Megatron model: weights, optimizer, schedule and random states, for any layout to load.
+"""Resumable state of a Megatron model: weights, optimizer, schedule and random states, for any
+layout to load.
 
-Megatron's ``sharded_state_dict`` says which box of which global tensor a parameter is. The optimizer's state is stored
-in the same coordinates: the distributed optimizer keeps a range of each parameter's elements on each data-parallel
-rank, and every rank writes its own ranges. So nothing is gathered to save (Megatron's ``fully_reshardable`` format
-gathers all optimizer states of a replica in the host memory of each of its ranks), and nothing is exchanged to load.
+Megatron's ``sharded_state_dict`` says which box of which global tensor a parameter is. The
+optimizer's state is stored in the same coordinates: the distributed optimizer keeps a range of each
+parameter's elements on each data-parallel rank, and every rank writes its own ranges. So nothing is
+gathered to save (Megatron's ``fully_reshardable`` format gathers all optimizer states of a replica
+in the host memory of each of its ranks), and nothing is exchanged to load.
 
     <folder>/index.json                which piece of which tensor is in which file
-    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model, sums of its tensors
-    <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>, average.<name>
-    <folder>/rank00000.json            its random states
+    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model,
+    sums of its tensors <folder>/rank00000.safetensors     what the rank holds: model.<name>,
+    optimizer.<state>.<name>, average.<name> <folder>/rank00000.json            its random states
 
-``<converter>.<name>`` is the state of a layer converter, which is the same on all ranks of a stage: TransformerEngine's
-own (``_extra_state``) is a pickle, so its tensors are stored instead.
+``<converter>.<name>`` is the state of a layer converter, which is the same on all ranks of a stage:
+TransformerEngine's own (``_extra_state``) is a pickle, so its tensors are stored instead.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ _SUMMED = 1 << 24  # entries at a time, of which torch makes a copy in int64
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """A box of a global tensor that this rank holds: elements ``start`` to ``start + block.numel`` of the local
-    parameter (a gated MLP's first weight is two blocks)."""
+    """A box of a global tensor that this rank holds: elements ``start`` to ``start + block.numel``
+    of the local parameter (a gated MLP's first weight is two blocks)."""
 
     parameter: Tensor
     block: Block
@@ -83,26 +85,35 @@ class ParameterBlock:
 
 @dataclass(frozen=True)
 class OptimizerRange:
-    """Optimizer state of elements ``start`` to ``end`` of a local parameter: flat tensors of that length by name."""
+    """Optimizer state of elements ``start`` to ``end`` of a local parameter: flat tensors of that
+    length by name."""
 
     start: int
     end: int
     tensors: dict[str, Tensor]
 
 
-# ---- what a rank holds ------------------------------------------------------------------------------------------
+# ---- what a rank holds
+# ------------------------------------------------------------------------------------------
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank that is saved, in global coordinates, in the same order on all data-parallel
-    ranks."""
-    every = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
+    """Every parameter of this rank that is saved, in global coordinates, in the same order on all
+    data-parallel ranks."""
+    every = [
+        found
+        for chunk in model.chunks
+        for entry in _sharded_entries(chunk)
+        for found in _blocks(entry)
+    ]
     blocks = [block for block in every if model.trained.is_saved(block.parameter)]
     known = {id(b.parameter) for b in blocks}
     named = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters()]
     names = [n for n, p in named if id(p) not in known and model.trained.is_saved(p)]
     if names:
-        raise CheckpointError(f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}")
+        raise CheckpointError(
+            f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}"
+        )
     return blocks
 
 
@@ -115,10 +126,14 @@ def _sharded_entries(chunk: HiddenStateGPTModel) -> Iterator[ShardedTensor | Sha
 
 
 def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBlock]:
-    parts = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+    parts = (
+        list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+    )
     for part in parts:
         if not part.data.is_contiguous():
-            raise CheckpointError(f"{part.key} is not a contiguous part of its parameter, so it cannot be saved")
+            raise CheckpointError(
+                f"{part.key} is not a contiguous part of its parameter, so it cannot be saved"
+            )
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         yield ParameterBlock(
             entry.data,
@@ -126,15 +141,16 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBl
             part.data.storage_offset() - entry.data.storage_offset(),
             part.allow_shape_mismatch,
             not getattr(entry.data, "allreduce", True),
-            # (pipeline copy, tensor-parallel copy, data-parallel copy): the last is dealt with by who writes what
+            # (pipeline copy, tensor-parallel copy, data-parallel copy): the last is dealt with by
+            # who writes what
             max(part.replica_id[:2]),
         )
 
 
 def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, OptimizerRange]:
-    """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros before the first step.
-    Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and ``master`` for the fp32 copy of a
-    parameter of less precision."""
+    """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros
+    before the first step. Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and
+    ``master`` for the fp32 copy of a parameter of less precision."""
     return {id(p): r for part in single_optimizers(optimizer) for p, r in _ranges(part)}
 
 
@@ -158,7 +174,9 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.config.use_precision_aware_optimizer:
-            raise CheckpointError("checkpoints of the precision-aware optimizer are not built: switch it off")
+            raise CheckpointError(
+                "checkpoints of the precision-aware optimizer are not built: switch it off"
+            )
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             yield parameter, inner.param_groups[group]["params"][order], start
@@ -176,7 +194,8 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
 
 
 def _initialized(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
-    """The inner optimizer's state of a parameter; before the first step the one that Adam would begin with."""
+    """The inner optimizer's state of a parameter; before the first step the one that Adam would
+    begin with."""
     state = inner.state[main]
     if not state:
         state |= {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
@@ -199,7 +218,9 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
         elif inner is not None:
             steps |= {int(group["step"]) for group in inner.param_groups if "step" in group}
     if len(steps) > 1:
-        raise CheckpointError(f"the optimizer has made different numbers of steps for its parameters: {sorted(steps)}")
+        raise CheckpointError(
+            f"the optimizer has made different numbers of steps for its parameters: {sorted(steps)}"
+        )
     return steps.pop() if steps else 0
 
 
@@ -207,18 +228,21 @@ def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
     for inner in (part.optimizer for part in single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
-                state["step"] = torch.tensor(float(step))  # one each: torch advances them one by one
+                # one each: torch advances them one by one
+                state["step"] = torch.tensor(float(step))
         elif inner is not None:
             for group in inner.param_groups:
                 group["step"] = step
 
 
-# ---- save ---------------------------------------------------------------------------------------------------------
+# ---- save
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank will write; its methods communicate with nobody and may run in a thread of their own."""
+    """What one rank will write; its methods communicate with nobody and may run in a thread of
+    their own."""
 
     rank: int
     pieces: list[tuple[BlockRange, Tensor]]
@@ -227,19 +251,27 @@ class Snapshot:
     state: dict[str, Any] | None
 
     def write(self, folder: Path, name: str) -> list[FileEntry]:
-        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``."""
+        """Writes this rank's files of ``folder/name`` and returns their entries, relative to
+        ``folder``."""
         entries = [
             write_pieces(folder, f"{name}/{_rank_file(self.rank)}.safetensors", self.pieces),
             write_plain(folder, f"{name}/{_rank_file(self.rank)}.json", self.random_states),
         ]
         if self.index is not None:
-            entries += [self.index.write(folder, f"{name}/{INDEX}"), write_plain(folder, f"{name}/{STATE}", self.state)]
+            entries += [
+                self.index.write(folder, f"{name}/{INDEX}"),
+                write_plain(folder, f"{name}/{STATE}", self.state),
+            ]
         return entries
 
 
-def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool) -> Snapshot:
-    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete. ``extra``:
-    plain values, rank 0's of which are kept. ``copy``: to host memory, so that training may go on."""
+def take_snapshot(
+    model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool
+) -> Snapshot:
+    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be
+    complete. ``extra``:
+    plain values, rank 0's of which are kept. ``copy``: to host memory, so that training may go
+    on."""
     rank = dist.get_rank()
     pieces = list(_own_pieces(model))
     sums = _sums(pieces)
@@ -247,7 +279,11 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
     everyone: list | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(files, everyone)
-    index = TensorIndex.build(entry for part in everyone for entry in part) if everyone is not None else None
+    index = (
+        TensorIndex.build(entry for part in everyone for entry in part)
+        if everyone is not None
+        else None
+    )
     state = {
         **_described(model),
         "layout": asdict(model.settings.layout),
@@ -266,8 +302,8 @@ def _counts(model: MegatronModel) -> dict[str, int]:
 
 
 def _sums(pieces: list[tuple[BlockRange, Tensor]]) -> dict[str, int]:
-    """Name and shape of every tensor -> the bits of its entries, read as integers, times a weight for each layer: exact
-    in any order, so the same in all layouts. A collective."""
+    """Name and shape of every tensor -> the bits of its entries, read as integers, times a weight
+    for each layer: exact in any order, so the same in all layouts. A collective."""
     own: dict[str, int] = {}
     for piece, tensor in pieces:
         block = piece.block
@@ -285,11 +321,14 @@ def _sums(pieces: list[tuple[BlockRange, Tensor]]) -> dict[str, int]:
 
 
 def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
-    """The pieces this rank writes: copies on other ranks are left out, the ranks that hold one share it evenly."""
+    """The pieces this rank writes: copies on other ranks are left out, the ranks that hold one
+    share it evenly."""
     layout, rank = model.settings.layout, dist.get_rank()
     copy, place = layout.copy(rank), layout.place(rank)
     ranges = optimizer_ranges(model.optimizer)
-    distributed = any(isinstance(part, DistributedOptimizer) for part in single_optimizers(model.optimizer))
+    distributed = any(
+        isinstance(part, DistributedOptimizer) for part in single_optimizers(model.optimizer)
+    )
     if copy == place.tensor == 0:
         yield from _converter_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):
@@ -302,7 +341,10 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
         if mine:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
             if model.average is not None:
-                yield BlockRange.whole(_named(block.block, _AVERAGE)), block.elements(model.average.of(block.parameter))
+                yield (
+                    BlockRange.whole(_named(block.block, _AVERAGE)),
+                    block.elements(model.average.of(block.parameter)),
+                )
         own_range = ranges.get(id(block.parameter))
         if own_range is not None and (mine or distributed):
             yield from _state_pieces(block, own_range)
@@ -314,12 +356,16 @@ def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor
         yield BlockRange.whole(Block(name, shape, (0,) * len(shape), shape)), tensor
 
 
-def _state_pieces(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[BlockRange, Tensor]]:
+def _state_pieces(
+    block: ParameterBlock, held: OptimizerRange
+) -> Iterator[tuple[BlockRange, Tensor]]:
     """What is held of the optimizer's state of the block."""
     low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
     if low < high:
         for name, tensor in sorted(held.tensors.items()):
-            piece = BlockRange(_named(block.block, f"optimizer.{name}"), low - block.start, high - block.start)
+            piece = BlockRange(
+                _named(block.block, f"optimizer.{name}"), low - block.start, high - block.start
+            )
             yield piece, tensor[low - held.start : high - held.start]
 
 
@@ -331,15 +377,18 @@ def _rank_file(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
-# ---- load ---------------------------------------------------------------------------------------------------------
+# ---- load
+# --------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
-    """Overwrites the model's weights, optimizer and schedule with those of ``folder``, written in any layout.
+    """Overwrites the model's weights, optimizer and schedule with those of ``folder``, written in
+    any layout.
 
-    Learning rates and the like follow the present options; only the counts of steps are restored, and random states if
-    the layout is the one that wrote them. A collective: no rank returns before all have loaded. Returns ``extra`` of
-    :func:`take_snapshot`. Raises CheckpointError, on every rank: another model or type, or unreadable.
+    Learning rates and the like follow the present options; only the counts of steps are restored,
+    and random states if the layout is the one that wrote them. A collective: no rank returns before
+    all have loaded. Returns ``extra`` of :func:`take_snapshot`. Raises CheckpointError, on every
+    rank: another model or type, or unreadable.
     """
     problem, asked, state = None, set(), {}
     ours = _described(model)
@@ -349,7 +398,11 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
             raise CheckpointError("; ".join(faults))
         index = TensorIndex.read(folder / INDEX)
         reader = TensorReader(folder, index)
-        asked = _load_tensors(model, reader) | _load_average(model, reader) | _load_converters(model, reader)
+        asked = (
+            _load_tensors(model, reader)
+            | _load_average(model, reader)
+            | _load_converters(model, reader)
+        )
         _load_steps(model, state)
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
@@ -360,22 +413,29 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     if problems := sorted({p for p, _ in everyone if p}):
         raise CheckpointError("; ".join(problems))
     if unused := sorted(set(index.tensors) - set().union(*(keys for _, keys in everyone))):
-        raise CheckpointError(f"{folder} holds {len(unused)} tensors that the model has not, such as {unused[:3]}")
+        raise CheckpointError(
+            f"{folder} holds {len(unused)} tensors that the model has not, such as {unused[:3]}"
+        )
     return state["extra"]
 
 
 def check_loaded(model: MegatronModel, folder: Path) -> None:
-    """The model holds what was saved in ``folder``, in whatever layout: call it when all is loaded, before the first
-    step. A tensor that has another shape here (the vocabulary's padding) is not compared. A collective. Raises
-    CheckpointError, on every rank, naming what differs."""
+    """The model holds what was saved in ``folder``, in whatever layout: call it when all is loaded,
+    before the first step. A tensor that has another shape here (the vocabulary's padding) is not
+    compared. A collective. Raises CheckpointError, on every rank, naming what differs."""
     state, sums = read_plain(folder / STATE), _sums(list(_own_pieces(model)))
     saved = state.get("sums", {})  # earlier releases wrote none
-    other = [f"{name} {count}, saved {state[name]}" for name, count in _counts(model).items() if count != state[name]]
+    other = [
+        f"{name} {count}, saved {state[name]}"
+        for name, count in _counts(model).items()
+        if count != state[name]
+    ]
     other += [name for name in sorted(sums) if saved.get(name, sums[name]) != sums[name]]
     if other:
         raise CheckpointError(
-            f"what was loaded from {folder} is not what was saved: {len(other)} tensors or counts differ, such as "
-            f"{'; '.join(other[:3])}. The files have their checksums, so loading is at fault: report it as a bug"
+            f"what was loaded from {folder} is not what was saved: {len(other)} tensors or "
+            f"counts differ, such as {'; '.join(other[:3])}. The files have their checksums, so "
+            "loading is at fault: report it as a bug"
         )
 
 
@@ -385,18 +445,26 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
     for block in parameter_blocks(model):
         held = ranges.get(id(block.parameter))
         states = [] if held is None else _state_pieces(block, held)
-        for piece, target in ((BlockRange.whole(_named(block.block, "model")), block.elements()), *states):
+        for piece, target in (
+            (BlockRange.whole(_named(block.block, "model")), block.elements()),
+            *states,
+        ):
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
 
 
 def _load_average(model: MegatronModel, reader: TensorReader) -> set[str]:
-    """Fills the moving average of the weights; one that the checkpoint has not begins with its weights."""
+    """Fills the moving average of the weights; one that the checkpoint has not begins with its
+    weights."""
     stored = {key for key in reader.index.tensors if key.startswith(f"{_AVERAGE}.")}
     if model.average is None or not stored:
         if (model.average is not None or stored) and dist.get_rank() == 0:
-            what = "holds no moving average, which begins with its weights" if model.average else "holds an average too"
+            what = (
+                "holds no moving average, which begins with its weights"
+                if model.average
+                else "holds an average too"
+            )
             logger.warning("%s %s (train.enable_ema)", reader.folder, what)
         if model.average is not None:
             model.average.restart()
@@ -410,8 +478,11 @@ def _load_average(model: MegatronModel, reader: TensorReader) -> set[str]:
 
 
 def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
-    """Fills the state of layer converters, also of known ones that this run is without: ``_load_converter``."""
-    converters: dict[str, LayerConverter | type[LayerConverter]] = {known.name: known for known in KNOWN}
+    """Fills the state of layer converters, also of known ones that this run is without:
+    ``_load_converter``."""
+    converters: dict[str, LayerConverter | type[LayerConverter]] = {
+        known.name: known for known in KNOWN
+    }
     converters |= {own.name: own for own in model.settings.converters}
     pieces = {piece.block.key: (piece, tensor) for piece, tensor in _converter_pieces(model)}
     asked = [_load_converter(converter, pieces, reader) for converter in converters.values()]
@@ -419,9 +490,12 @@ def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
 
 
 def _load_converter(
-    converter: LayerConverter | type[LayerConverter], every: dict[str, tuple[BlockRange, Tensor]], reader: TensorReader
+    converter: LayerConverter | type[LayerConverter],
+    every: dict[str, tuple[BlockRange, Tensor]],
+    reader: TensorReader,
 ) -> set[str]:
-    """Fills a converter's state; returns the names of the tensors that were read, or are not needed."""
+    """Fills a converter's state; returns the names of the tensors that were read, or are not
+    needed."""
     stored, prefix = reader.index.tensors, f"{converter.name}."
     pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
     unread = {key for key in stored if key.startswith(prefix)}
@@ -431,13 +505,15 @@ def _load_converter(
             text = "%s: %s differs from the run that wrote it: %s"
             logger.warning(text, reader.folder, converter.state_title, whose)
         return unread
-    shapes = {key: (tuple(tensor.shape), stored[key].global_shape if key in stored else None)
-              for key, (_, tensor) in pieces.items()}  # fmt: skip
+    shapes = {
+        key: (tuple(tensor.shape), stored[key].global_shape if key in stored else None)
+        for key, (_, tensor) in pieces.items()
+    }
     for key, (ours, theirs) in shapes.items():
         if ours != theirs:
             raise CheckpointError(
-                f"{key} has the shape {theirs or 'of nothing'} in {reader.folder}, here {ours}: resume with the "
-                f"{converter.state_options} of the run that wrote it"
+                f"{key} has the shape {theirs or 'of nothing'} in {reader.folder}, here {ours}: "
+                f"resume with the {converter.state_options} of the run that wrote it"
             )
     for piece, tensor in pieces.values():
         tensor.copy_(reader.read(piece, tensor.dtype).view(tensor.shape))
@@ -457,7 +533,8 @@ def _described(model: MegatronModel) -> dict[str, Any]:
     return {"shape": asdict(model.shape), "param_dtype": precision, **model.trained.facts()}
 
 
-# ---- random states --------------------------------------------------------------------------------------------------
+# ---- random states
+# --------------------------------------------------------------------------------------------------
 
 
 def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
@@ -465,4 +542,6 @@ def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: 
     if ParallelLayout(**state["layout"]) == model.settings.layout:
         set_random_states(read_plain(path))
     elif dist.get_rank() == 0:
-        logger.info("%s was written in another layout: random states of the ranks start anew", folder)
+        logger.info(
+            "%s was written in another layout: random states of the ranks start anew", folder
+        )

@@ -1,4 +1,5 @@
-"""This process as a rank of a layout: the process group and Megatron's groups, real ones or fake ones for proofs."""
+"""This process as a rank of a layout: the process group and Megatron's groups, real ones or fake
+ones for proofs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ JOIN_TIMEOUT_S = 600.0
 
 
 def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) -> None:
-    """Joins the process group (RANK, WORLD_SIZE, MASTER_* in the environment) and builds Megatron's groups."""
+    """Joins the process group (RANK, WORLD_SIZE, MASTER_* in the environment) and builds Megatron's
+    groups."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -34,7 +36,10 @@ def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) 
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=joining)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     if dist.get_world_size() != layout.world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {dist.get_world_size()}")
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks, the process group has "
+            f"{dist.get_world_size()}"
+        )
     build_groups(layout, timeout_s)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -50,13 +55,15 @@ def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
         order=layout.order,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_s / 60,  # declared int, but all Megatron makes of it is a timedelta
+        # declared int, but all Megatron makes of it is a timedelta
+        distributed_timeout_minutes=timeout_s / 60,
     )
 
 
 @contextmanager
 def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
-    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do nothing."""
+    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do
+    nothing."""
     if dist.is_initialized():
         raise RuntimeError("a fake rank needs a process without a process group, this one has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -74,11 +81,17 @@ def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return states | {"tracker": {name: state for name, state in tracked.items() if isinstance(state, Tensor)}}
+    return states | {
+        "tracker": {name: state for name, state in tracked.items() if isinstance(state, Tensor)}
+    }
 
 
 def set_random_states(states: dict[str, Any]) -> None:

@@ -1,15 +1,17 @@
-"""A trained model's states in host memory while others need the device, and back again, bit for bit; frozen copies, and
-the moving average of the weights.
+"""A trained model's states in host memory while others need the device, and back again, bit for
+bit; frozen copies, and the moving average of the weights.
 
-What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
-view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
-nothing here keeps any. The ``KINDS`` of states move by themselves. Of ``gradients``, DDP's buffers, only the room is
-given back: a train step starts by clearing them, so they come back as zeros, and must stay between the backward pass
-and the optimizer step.
+What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so
+that every tensor and view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards)
+stays the same object. Raw pointers change; nothing here keeps any. The ``KINDS`` of states move by
+themselves. Of ``gradients``, DDP's buffers, only the room is given back: a train step starts by
+clearing them, so they come back as zeros, and must stay between the backward pass and the optimizer
+step.
 
-On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the round trip, and it is
-zero meanwhile. One storage at a time is copied and emptied, so that device memory never exceeds what it was before.
-Host memory is taken once, pinned, and kept, because pinning is slow.
+On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the
+round trip, and it is zero meanwhile. One storage at a time is copied and emptied, so that device
+memory never exceeds what it was before. Host memory is taken once, pinned, and kept, because
+pinning is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from openrlhf_ext.megatron.step.optimizer import single_optimizers
 logger = logging.getLogger(__name__)
 
 KINDS = ("parameters", "gradients", "optimizer")
-_CHUNK_BYTES = 1 << 30  # torch rounds pinned blocks up to a power of two: whole chunks waste nothing
+# torch rounds pinned blocks up to a power of two: whole chunks waste nothing
+_CHUNK_BYTES = 1 << 30
 _ALIGNMENT = 512
 _BLOCK_ENTRIES = 1 << 24  # of the moving average, on the device at a time
 
@@ -43,13 +46,16 @@ class Swap:
     """What one call moved."""
 
     moved_bytes: int  # copied from the device or to it
-    room_bytes: int  # of the storages that were emptied or filled: of gradients only the room is given back
-    measured_bytes: int  # how much torch's reserved device memory changed; on CPU what was really emptied or filled
+    # of the storages that were emptied or filled: of gradients only the room is given back
+    room_bytes: int
+    # how much torch's reserved device memory changed; on CPU what was really emptied or filled
+    measured_bytes: int
     seconds: float  # transfers completed
 
 
 class ModelStates:
-    """The states of one rank's model and optimizer, each kind on the device or in host memory. Not a collective."""
+    """The states of one rank's model and optimizer, each kind on the device or in host memory. Not
+    a collective."""
 
     def __init__(
         self,
@@ -58,12 +64,15 @@ class ModelStates:
         device: torch.device,
         converters: Sequence[LayerConverter] = (),
     ) -> None:
-        """``device`` is where the states live; others (Adam's step counters) are left alone. What layers of
+        """``device`` is where the states live; others (Adam's step counters) are left alone. What
+        layers of
         ``converters`` keep goes with the parameters."""
         self._models, self._optimizer, self._device = list(models), optimizer, device
         self._converters = converters
         self._away: dict[str, list[_Absent]] = {}
-        self._arenas = {kind: HostArena(pinned=device.type == "cuda") for kind in ("parameters", "optimizer")}
+        self._arenas = {
+            kind: HostArena(pinned=device.type == "cuda") for kind in ("parameters", "optimizer")
+        }
 
     @property
     def resident(self) -> frozenset[str]:
@@ -77,7 +86,8 @@ class ModelStates:
                 for converter, model in itertools.product(self._converters, self._models):
                     converter.drop_kept(model)
             if "gradients" in todo and self._optimizer is not None:
-                self._optimizer.zero_grad()  # fp32 copies of gradients that the last step left on master weights
+                # fp32 copies of gradients that the last step left on master weights
+                self._optimizer.zero_grad()
             for kind in todo:
                 self._away[kind] = self._empty(kind)
                 measured.count(self._away[kind])
@@ -85,7 +95,9 @@ class ModelStates:
                 torch.cuda.empty_cache()  # back to the driver: the engines are other processes
         swap = measured.swap
         if todo:
-            room, moved, freed = (n / 2**20 for n in (swap.room_bytes, swap.moved_bytes, swap.measured_bytes))
+            room, moved, freed = (
+                n / 2**20 for n in (swap.room_bytes, swap.moved_bytes, swap.measured_bytes)
+            )
             text = "offloaded %s: %.1f MiB, %.1f of them copied, in %.2f s; %.1f MiB are free now"
             logger.debug(text, todo, room, moved, swap.seconds, freed)
         return swap
@@ -111,10 +123,14 @@ class ModelStates:
         if kind == "gradients":
             return [_Absent.emptied(storage, self._device) for storage in storages]
         places = self._arenas[kind].places([storage.nbytes() for storage in storages])
-        return [_Absent.emptied(s, self._device, place) for s, place in zip(storages, places, strict=True)]
+        return [
+            _Absent.emptied(s, self._device, place)
+            for s, place in zip(storages, places, strict=True)
+        ]
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
-        """Storages on the device that belong to the kind and to none before it: fp32 master weights are parameters."""
+        """Storages on the device that belong to the kind and to none before it: fp32 master weights
+        are parameters."""
         seen: set[int] = set()
         for earlier in KINDS[: KINDS.index(kind)]:
             if earlier not in self._away:
@@ -134,10 +150,16 @@ class ModelStates:
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         wrapped = [model for model in self._models if isinstance(model, DistributedDataParallel)]
-        buffers = [buffer for model in wrapped for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        buffers = [
+            buffer
+            for model in wrapped
+            for buffer in (*model.buffers, *model.expert_parallel_buffers)
+        ]
         if kind == "parameters":
             yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
-            yield from (parameter.data for model in self._models for parameter in model.parameters())
+            yield from (
+                parameter.data for model in self._models for parameter in model.parameters()
+            )
         elif kind == "gradients":
             yield from (buffer.grad_data for buffer in buffers)
         elif self._optimizer is not None:
@@ -162,21 +184,26 @@ class HostArena:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for at least ``nbytes``; only the last chunk may be smaller than the others."""
+        """Makes room for at least ``nbytes``; only the last chunk may be smaller than the
+        others."""
         if nbytes <= self.nbytes:
             return
         whole, rest = divmod(nbytes, self._chunk_bytes)
         sizes = [self._chunk_bytes] * whole + [rest] * (rest > 0)
         kept = [chunk for chunk in self._chunks if chunk.numel() == self._chunk_bytes]
         self._chunks = kept + [
-            torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in sizes[len(kept) :]
+            torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            for size in sizes[len(kept) :]
         ]
 
     def places(self, sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Views for blocks of these many bytes, in the pieces that they are cut into; always the same for the same."""
+        """Views for blocks of these many bytes, in the pieces that they are cut into; always the
+        same for the same."""
         starts = list(itertools.accumulate(map(_aligned, sizes), initial=0))
         self.reserve(starts.pop())
-        return [list(self.pieces(start, nbytes)) for start, nbytes in zip(starts, sizes, strict=True)]
+        return [
+            list(self.pieces(start, nbytes)) for start, nbytes in zip(starts, sizes, strict=True)
+        ]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
         """Views that together are the bytes ``offset`` to ``offset + nbytes``."""
@@ -189,7 +216,8 @@ class HostArena:
 
 @dataclass
 class _Absent:
-    """A storage that was emptied, and how it is filled again: from ``pieces`` of host memory, or with zeros."""
+    """A storage that was emptied, and how it is filled again: from ``pieces`` of host memory, or
+    with zeros."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -201,7 +229,9 @@ class _Absent:
     def emptied(
         cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor] | None = None
     ) -> _Absent:
-        absent = cls(storage, device, storage.nbytes(), pieces, storage.resizable() or device.type != "cpu")
+        absent = cls(
+            storage, device, storage.nbytes(), pieces, storage.resizable() or device.type != "cpu"
+        )
         if pieces is not None:
             for here, there in absent._pairs(pieces):
                 there.copy_(here, non_blocking=True)
@@ -245,7 +275,9 @@ class _Measured:
         _synchronize(self._device)
         change = abs(self._reserved_bytes() - self._reserved)
         measured = change if self._device.type == "cuda" else self._freed_bytes
-        self.swap = Swap(self._moved_bytes, self._room_bytes, measured, time.perf_counter() - self._started)
+        self.swap = Swap(
+            self._moved_bytes, self._room_bytes, measured, time.perf_counter() - self._started
+        )
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
@@ -262,7 +294,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
 
 
 def _synchronize(device: torch.device) -> None:
@@ -271,10 +305,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 class FrozenCopy:
-    """This rank's weights as they are now in host memory, swapped in for one forward pass: a reference policy, a guide.
+    """This rank's weights as they are now in host memory, swapped in for one forward pass: a
+    reference policy, a guide.
 
-    The exchange goes parameter by parameter, so that it needs room on the device for the largest one only. ``load``
-    puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit for bit.
+    The exchange goes parameter by parameter, so that it needs room on the device for the largest
+    one only. ``load`` puts other weights into the parameters, which are then kept instead; the
+    parameters get theirs back, bit for bit.
     ``state``: other tensors that belong to the weights (``converter_state``), exchanged with them.
     """
 
@@ -284,7 +320,10 @@ class FrozenCopy:
         load: Callable[[], None] | None = None,
         state: Iterable[torch.Tensor] = (),
     ) -> None:
-        self._parameters = [*dict.fromkeys(p for chunk in chunks for p in chunk.parameters()), *state]
+        self._parameters = [
+            *dict.fromkeys(p for chunk in chunks for p in chunk.parameters()),
+            *state,
+        ]
         self._arena = HostArena(pinned=torch.cuda.is_available())
         self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
@@ -300,8 +339,8 @@ class FrozenCopy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the body the parameters hold the copy's weights, afterwards their own again, bit for bit. In place, so
-        that views on them stay valid; the optimizer must not step inside."""
+        """Within the body the parameters hold the copy's weights, afterwards their own again, bit
+        for bit. In place, so that views on them stay valid; the optimizer must not step inside."""
         self._exchange()
         try:
             yield
@@ -312,7 +351,9 @@ class FrozenCopy:
     def _exchange(self) -> None:
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.detach().clone()
-            for piece, own, mine in zip(copy, _bytes(parameter, copy), _bytes(current, copy), strict=True):
+            for piece, own, mine in zip(
+                copy, _bytes(parameter, copy), _bytes(current, copy), strict=True
+            ):
                 # both copies run on the current stream, in this order
                 own.copy_(piece, non_blocking=True)
                 piece.copy_(mine, non_blocking=True)
@@ -321,14 +362,18 @@ class FrozenCopy:
 
 
 class MovingAverage:
-    """Of what this rank trains, fp32 in host memory: after each update ``beta average + (1 - beta) weights``.
+    """Of what this rank trains, fp32 in host memory: after each update
+    ``beta average + (1 - beta) weights``.
 
-    It passes over the device in blocks, where it is computed: to keep it there would take 4 bytes a parameter, and a
-    host's cores need seconds for what the bus does in tenths (pinned memory, no wait in between)."""
+    It passes over the device in blocks, where it is computed: to keep it there would take 4 bytes a
+    parameter, and a host's cores need seconds for what the bus does in tenths (pinned memory, no
+    wait in between)."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
         self._beta = beta
-        self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters() if p.requires_grad))
+        self._parameters = list(
+            dict.fromkeys(p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        )
         self._arena = HostArena(pinned=torch.cuda.is_available())
         places = self._arena.places([4 * parameter.numel() for parameter in self._parameters])
         self._averages = dict(zip(map(id, self._parameters), places, strict=True))
@@ -340,7 +385,9 @@ class MovingAverage:
 
     def update(self) -> None:
         """The host does not wait for it."""
-        self._pass_over(lambda average_n, weight_n: average_n.lerp_(weight_n.float(), 1 - self._beta))
+        self._pass_over(
+            lambda average_n, weight_n: average_n.lerp_(weight_n.float(), 1 - self._beta)
+        )
 
     @torch.no_grad()
     def _pass_over(self, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
@@ -366,7 +413,9 @@ class MovingAverage:
         """Others in the place of ``of``."""
         _synchronize(parameter.device)
         blocks = [*self._blocks(parameter)]
-        for block_n, values_n in zip(blocks, values.reshape(-1).split([len(b) for b in blocks]), strict=True):
+        for block_n, values_n in zip(
+            blocks, values.reshape(-1).split([len(b) for b in blocks]), strict=True
+        ):
             block_n.copy_(values_n)
 
 

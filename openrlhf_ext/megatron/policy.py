@@ -1,6 +1,8 @@
-"""A decoder that computes and is trained, what policy and critic have in common; and the policy: log-probs, train step.
+"""A decoder that computes and is trained, what policy and critic have in common; and the policy:
+log-probs, train step.
 
-Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes as in
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape
+suffixes as in
 ``step.schedule``: B = sequences, N = response tokens, H = hidden size.
 """
 
@@ -31,7 +33,12 @@ from openrlhf_ext.megatron.model.experts import routing_metrics, take_routing
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
-from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.batch import (
+    LogprobEntropy,
+    PackedBatch,
+    SequenceBatch,
+    sequence_batch,
+)
 from openrlhf_ext.megatron.step.optimizer import (
     advance,
     build_optimizer,
@@ -40,7 +47,14 @@ from openrlhf_ext.megatron.step.optimizer import (
     gradient_squares,
     host_optimizers,
 )
-from openrlhf_ext.megatron.step.schedule import PackLoss, Schedule, TokenValues, gather_tokens, one, planned_rows
+from openrlhf_ext.megatron.step.schedule import (
+    PackLoss,
+    Schedule,
+    TokenValues,
+    gather_tokens,
+    one,
+    planned_rows,
+)
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import TokenLoss
@@ -63,7 +77,8 @@ class Objective(Protocol):
     """A loss on log-probs that is a sum of shares (``Algorithm``)."""
 
     def entropy_slope(self, shaped: Any) -> Tensor | None:
-        """(N,) what the entropy of each token is multiplied by in the loss; None: entropies are not in it."""
+        """(N,) what the entropy of each token is multiplied by in the loss; None: entropies are not
+        in it."""
 
     def token_loss(self, shaped: Any) -> TokenLoss | None:
         """The loss as terms of single tokens; None: it has no such form."""
@@ -92,17 +107,23 @@ class _Nothing:
 
 
 class MegatronModel(BuiltModel):
-    """This rank's share of a decoder with its schedule and its optimizer (None for a model that is never trained)."""
+    """This rank's share of a decoder with its schedule and its optimizer (None for a model that is
+    never trained)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         self.schedule = Schedule(self)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
-        self._shares: deque[Fraction] = deque()  # of the run, completed with each of the next updates
+        # of the run, completed with each of the next updates
+        self._shares: deque[Fraction] = deque()
         if settings.optimizer is not None:
             self.optimizer = build_optimizer(
-                self.models, settings.optimizer, settings.megatron, self.dtype, settings.adam_offload
+                self.models,
+                settings.optimizer,
+                settings.megatron,
+                self.dtype,
+                settings.adam_offload,
             )
             self.scheduler = build_scheduler(self.optimizer, settings.optimizer, settings.updates)
             self.config.grad_scale_func = self.optimizer.scale_loss
@@ -113,7 +134,8 @@ class MegatronModel(BuiltModel):
         for converter in settings.converters:
             converter.start(self.chunks, self.compute_once)
 
-    # ---- layer converters -------------------------------------------------------------------------------------------
+    # ---- layer converters
+    # -------------------------------------------------------------------------------------------
 
     def converter_state(self) -> dict[str, Tensor]:
         return {
@@ -124,15 +146,19 @@ class MegatronModel(BuiltModel):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that layers keep on this rank besides parameters while they compute. Not a collective."""
+        """Bytes that layers keep on this rank besides parameters while they compute. Not a
+        collective."""
         return sum(kept_bytes(self.settings.converters, chunk.decoder) for chunk in self.chunks)
 
     def _fixed_batch(self) -> SequenceBatch:
-        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _FIXED_TOKENS, np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, self.shape.vocab_size, _FIXED_TOKENS, np.int32
+        )
         return sequence_batch([tokens], [((1, len(tokens)),)])
 
     def compute_once(self, training: bool) -> None:
-        """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
+        """A forward pass over a fixed sequence in every micro-batch that schedules want, for what
+        layers make of it."""
         batch = self._fixed_batch()
 
         def nothing(part: PackedBatch, hidden_NH: Tensor) -> PackLoss:
@@ -142,7 +168,8 @@ class MegatronModel(BuiltModel):
         self.schedule.run(batch, plan, nothing, forward_only=True, training=training)
         self.schedule.take_count()  # no tokens of the run's
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training
+    # ----------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Clears gradients before the micro-batches of a step. Not a collective."""
@@ -154,20 +181,27 @@ class MegatronModel(BuiltModel):
 
     def _training_parts(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         if self.optimizer is None or self.scheduler is None:
-            raise ValueError(f"{self.settings.model_path} was built without an optimizer, so it cannot be trained")
+            raise ValueError(
+                f"{self.settings.model_path} was built without an optimizer, so it cannot be "
+                "trained"
+            )
         return self.optimizer, self.scheduler
 
     def plan_rates(self, before: Fraction, after: Fraction, updates: int) -> None:
-        """The next so many updates take the run from one share of its whole to another: the schedule goes by that.
-        Without this each update is a step of the schedule."""
-        self._shares = deque(before + (after - before) * Fraction(n, updates) for n in range(1, updates + 1))
+        """The next so many updates take the run from one share of its whole to another: the
+        schedule goes by that. Without this each update is a step of the schedule."""
+        self._shares = deque(
+            before + (after - before) * Fraction(n, updates) for n in range(1, updates + 1)
+        )
 
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
-        """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
-        Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states wait in host memory, this rank's
+        """One update with the gradients of a schedule; the schedule moves first, so that no update
+        is lost to rate 0. Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states
+        wait in host memory, this rank's
         ``update/stream_seconds``. ``more``: another train step follows. With
-        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until then only a schedule
-        may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
+        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until
+        then only a schedule may read them. Raises NonFiniteUpdateError: the gradient norm is not
+        finite; no parameter has moved.
         """
         optimizer, scheduler = self._training_parts()
         assert self.settings.optimizer is not None, "there is a scheduler"
@@ -185,7 +219,8 @@ class MegatronModel(BuiltModel):
 
 
 def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs) -> None:
-    """Megatron's gradient reduction without its division by a token count: the shares carry their denominators."""
+    """Megatron's gradient reduction without its division by a token count: the shares carry their
+    denominators."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -196,9 +231,13 @@ class MegatronPolicy(MegatronModel):
             self.average = MovingAverage(self.chunks, settings.train.ema_beta)
 
     def warm_up(self) -> None:
-        """Forward and backward pass over a fixed sequence, of which nothing stays: so that libraries load and kernels
-        compile before the first step (a process's first pack took 2.9 s on an H200, docs/status.md)."""
-        drawn, kept = random_states(), {name: tensor.clone() for name, tensor in self.converter_state().items()}
+        """Forward and backward pass over a fixed sequence, of which nothing stays: so that
+        libraries load and kernels compile before the first step (a process's first pack took 2.9 s
+        on an H200, docs/status.md)."""
+        drawn, kept = (
+            random_states(),
+            {name: tensor.clone() for name, tensor in self.converter_state().items()},
+        )
         self.accumulate_gradients(self._fixed_batch(), _Nothing(), _Nothing())
         self.zero_grad()
         self.schedule.take_count()  # no tokens of the run's
@@ -206,21 +245,29 @@ class MegatronPolicy(MegatronModel):
             tensor.copy_(kept[name])
         set_random_states(drawn)
 
-    # ---- forward ------------------------------------------------------------------------------------------------
+    # ---- forward
+    # ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def logprobs(
-        self, batch: SequenceBatch, temperature: float | None = None, routed: list[SequenceBatch] | None = None
+        self,
+        batch: SequenceBatch,
+        temperature: float | None = None,
+        routed: list[SequenceBatch] | None = None,
     ) -> LogprobEntropy:
-        """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica.
+        """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of
+        the replica.
         ``routed``: see ``Schedule.collect``."""
         temperature = self.settings.rollout.temperature if temperature is None else temperature
         return LogprobEntropy(
-            *self.schedule.collect(batch, lambda part, states: self._head(part, states, temperature), 2, routed)
+            *self.schedule.collect(
+                batch, lambda part, states: self._head(part, states, temperature), 2, routed
+            )
         )
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """Under sequence parallelism the head itself gathers the rows it needs, while it computes others."""
+        """Under sequence parallelism the head itself gathers the rows it needs, while it computes
+        others."""
         if self.config.sequence_parallel:
             return hidden_LH
         return super().response_states(hidden_LH, part)
@@ -228,7 +275,9 @@ class MegatronPolicy(MegatronModel):
     def _head(
         self, part: PackedBatch, states: Tensor, temperature: float, *, entropy_grad: bool = False
     ) -> HeadOutput:
-        return linear_logprob_entropy(states, entropy_grad=entropy_grad, **self._head_arguments(part, temperature))
+        return linear_logprob_entropy(
+            states, entropy_grad=entropy_grad, **self._head_arguments(part, temperature)
+        )
 
     def _head_arguments(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
         gathers = self.config.sequence_parallel
@@ -244,18 +293,24 @@ class MegatronPolicy(MegatronModel):
             "implementation": self.settings.megatron.head_kernels,
         }
 
-    # ---- training -----------------------------------------------------------------------------------------------
+    # ---- training
+    # ----------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, more: bool = False,
+        self,
+        batch: SequenceBatch,
+        shaped: Share,
+        algorithm: Objective,
+        more: bool = False,
         seen: list[LogprobEntropy] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``, which
-        carries the whole mini-batch's denominators, so that the shares of all micro-batches and ranks add up. Returns
-        the metrics of the mini-batch, the same on every rank. ``more``: see ``optimizer_step``; ``seen`` gets the
-        log-probs and entropies of ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one
-        of its metrics or the gradient norm is not finite.
-        """  # fmt: skip
+        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and
+        ``shaped``, which carries the whole mini-batch's denominators, so that the shares of all
+        micro-batches and ranks add up. Returns the metrics of the mini-batch, the same on every
+        rank. ``more``: see ``optimizer_step``; ``seen`` gets the log-probs and entropies of
+        ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one of its
+        metrics or the gradient norm is not finite.
+        """
         metrics = self.accumulate_gradients(batch, shaped, algorithm, seen)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
         if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
@@ -264,7 +319,11 @@ class MegatronPolicy(MegatronModel):
         return metrics | self.optimizer_step(more)
 
     def accumulate_gradients(
-        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, seen: list[LogprobEntropy] | None = None
+        self,
+        batch: SequenceBatch,
+        shaped: Share,
+        algorithm: Objective,
+        seen: list[LogprobEntropy] | None = None,
     ) -> dict[str, float]:
         """A train step without the update."""
         self.zero_grad()
@@ -283,32 +342,41 @@ class MegatronPolicy(MegatronModel):
         losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
         if seen is not None and kept is not None:
             seen.append(LogprobEntropy(*kept.in_order()))
-        # norms of the groups before the optimizer clips in place, and metrics: read from the device together
-        sums = [*gradient_squares(self.models, self.settings.layout, dist.get_rank()), *self._take_routing()]
+        # norms of the groups before the optimizer clips in place, and metrics: read from the device
+        # together
+        sums = [
+            *gradient_squares(self.models, self.settings.layout, dist.get_rank()),
+            *self._take_routing(),
+        ]
         metrics, (squares, present, *routing) = self.schedule.sum_metrics(losses, sums)
         for each in routing:
             metrics |= routing_metrics(each, self.shape.num_experts, self.settings.aux_loss_coef)
         return {"loss/policy": 0.0} | metrics | gradient_norms(squares, present)
 
     def gradient_square(self) -> float:
-        """Of this rank's share of the gradient that the last update used, behind the clip. Not a collective."""
+        """Of this rank's share of the gradient that the last update used, behind the clip. Not a
+        collective."""
         return float(gradient_squares(self.models, self.settings.layout, dist.get_rank())[0].sum())
 
     def _take_routing(self) -> list[Tensor]:
-        """What a mixture's routers have counted since the last call (``experts.take_routing``); of a dense model
-        nothing. Not a collective."""
+        """What a mixture's routers have counted since the last call (``experts.take_routing``); of
+        a dense model nothing. Not a collective."""
         if not self.shape.num_experts:
             return []
-        return [take_routing(self.chunks, self.shape.num_layers, self.shape.num_experts, self.device)]
+        return [
+            take_routing(self.chunks, self.shape.num_layers, self.shape.num_experts, self.device)
+        ]
 
     def _loss(
         self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective
     ) -> tuple[Tensor, Loss, HeadOutput]:
-        """What to differentiate on this rank, the loss of the micro-batch with its metrics, and what it comes from.
+        """What to differentiate on this rank, the loss of the micro-batch with its metrics, and
+        what it comes from.
 
-        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits. A
-        context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
-        whole loss, of which only its own log-probs lead back to its hidden states.
+        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets
+        the tokens' logits. A context-parallel rank then differentiates the terms of its own tokens
+        only; otherwise it differentiates the whole loss, of which only its own log-probs lead back
+        to its hidden states.
         """
         temperature = self.settings.rollout.temperature
         slope_N = algorithm.entropy_slope(shaped)
@@ -317,7 +385,11 @@ class MegatronPolicy(MegatronModel):
         if terms is None:
             head = self._head(part, states, temperature, entropy_grad=slope_T is not None)
             loss = algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
-            return loss.value if slope_T is None else loss.value + (slope_T * head.entropy_T).sum(), loss, head
+            return (
+                loss.value if slope_T is None else loss.value + (slope_T * head.entropy_T).sum(),
+                loss,
+                head,
+            )
         fused = linear_token_loss(
             states,
             token_loss=lambda logprob_B, rows: terms(logprob_B, part.places_N[rows]),
@@ -327,10 +399,12 @@ class MegatronPolicy(MegatronModel):
         head = HeadOutput(fused.logprob_T, fused.entropy_T)
         return fused.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped), head
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights
+    # ----------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy | None:
-        """A checkpoint of this shape in host memory, with converters' state. Called before the first train step. None:
+        """A checkpoint of this shape in host memory, with converters' state. Called before the
+        first train step. None:
         ``trained.as_loaded`` gives it without a copy."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
@@ -343,9 +417,15 @@ class MegatronPolicy(MegatronModel):
             converter.loaded(self.chunks, self.compute_once)
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes what is trained as an HF checkpoint, with the converters' entries; see ``write_rows``. It is of the
-        moving average where one is kept."""
-        entries = {name: value for c in self.settings.converters for name, value in c.hf_config().items()}
+        """Writes what is trained as an HF checkpoint, with the converters' entries; see
+        ``write_rows``. It is of the moving average where one is kept."""
+        entries = {
+            name: value for c in self.settings.converters for name, value in c.hf_config().items()
+        }
         average = self.average
-        value = None if average is None else lambda weight: average.of(weight).to(weight.device, weight.dtype)
+        value = (
+            None
+            if average is None
+            else lambda weight: average.of(weight).to(weight.device, weight.dtype)
+        )
         return self.trained.write(target, entries or None, value)

@@ -1,5 +1,6 @@
-"""What is trained of a model: all of its weights, or adapters beside weights that stay. Whoever loads, exports, saves,
-or compares a model asks ``BuiltModel.trained``, and does not ask which of the two it is.
+"""What is trained of a model: all of its weights, or adapters beside weights that stay. Whoever
+loads, exports, saves, or compares a model asks ``BuiltModel.trained``, and does not ask which of
+the two it is.
 
 Every method is a collective over all ranks of the model unless it says otherwise.
 """
@@ -63,31 +64,38 @@ class WholeModel:
         """Of what engines of this ``dtype`` get in a weight sync."""
         return self._model.exporter(most_streams=most_streams)
 
-    def as_in_engines(self, form: Form, dtype: torch.dtype, version: int) -> AbstractContextManager[None]:
-        """Forward passes in the body are those of engines that have the update ``version``, 0: none yet. Not a
-        collective."""
+    def as_in_engines(
+        self, form: Form, dtype: torch.dtype, version: int
+    ) -> AbstractContextManager[None]:
+        """Forward passes in the body are those of engines that have the update ``version``, 0: none
+        yet. Not a collective."""
         return nullcontext()
 
     def shows_every_step(self, form: Form) -> bool:
-        """Whether a step that moves parameters always changes what engines get. Not a collective."""
+        """Whether a step that moves parameters always changes what engines get. Not a
+        collective."""
         return True
 
     def as_loaded(self) -> AbstractContextManager[None]:
-        """Forward passes in the body are the weights' alone, without what was added to them. Not a collective."""
+        """Forward passes in the body are the weights' alone, without what was added to them. Not a
+        collective."""
         return nullcontext()
 
     def reference(self, state: Iterable[Tensor]) -> FrozenCopy | None:
         """A copy of the weights as they are now; None: they stay, and ``as_loaded`` gives them."""
         return FrozenCopy(self._model.chunks, state=state)
 
-    def write(self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None) -> dict[str, int]:
-        """Writes what is trained as a Hugging Face checkpoint; see ``BuiltModel.write_rows``. ``entries``: what its
-        config.json gets."""
+    def write(
+        self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None
+    ) -> dict[str, int]:
+        """Writes what is trained as a Hugging Face checkpoint; see ``BuiltModel.write_rows``.
+        ``entries``: what its config.json gets."""
         return self._model.write_hf(target, entries, value)
 
 
 class Adapters(WholeModel):
-    """Adapters beside frozen weights (``layers.adapted``); in their own checkpoints, in peft's form."""
+    """Adapters beside frozen weights (``layers.adapted``); in their own checkpoints, in peft's
+    form."""
 
     is_beside_weights = True
 
@@ -98,7 +106,13 @@ class Adapters(WholeModel):
         self._fingerprint: str | None = None
 
     def build(self) -> None:
-        add_adapters(self._model.chunks, self._model.shape, self._lora.adapter, self._lora.seed, self._lora.path)
+        add_adapters(
+            self._model.chunks,
+            self._model.shape,
+            self._lora.adapter,
+            self._lora.seed,
+            self._lora.path,
+        )
 
     def in_fp32(self, chunk: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
         return adapter_parameters([chunk])
@@ -107,7 +121,12 @@ class Adapters(WholeModel):
         return parameter.requires_grad  # the base stays in its own checkpoint
 
     def facts(self) -> dict[str, Any]:
-        return {"adapters": {**self._lora.adapter.options, "weights of the base": self.base_fingerprint()}}
+        return {
+            "adapters": {
+                **self._lora.adapter.options,
+                "weights of the base": self.base_fingerprint(),
+            }
+        }
 
     def base_fingerprint(self) -> str:
         """Of the frozen weights, the same in every layout."""
@@ -127,7 +146,9 @@ class Adapters(WholeModel):
         ownership = Ownership(self._shape, self._model.settings.layout, most_streams)
         return HFExporter(self._model.chunks, ownership, value, dtype)
 
-    def as_in_engines(self, form: Form, dtype: torch.dtype, version: int) -> AbstractContextManager[None]:
+    def as_in_engines(
+        self, form: Form, dtype: torch.dtype, version: int
+    ) -> AbstractContextManager[None]:
         if version == 0:
             return self.as_loaded()
         return nullcontext() if form == "merged" else rounded_adapters(self._model.chunks, dtype)
@@ -142,9 +163,13 @@ class Adapters(WholeModel):
     def reference(self, state: Iterable[Tensor]) -> FrozenCopy | None:
         return None
 
-    def write(self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None) -> dict[str, int]:
+    def write(
+        self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None
+    ) -> dict[str, int]:
         """As peft and vLLM load them, in fp32, with the tokenizer."""
-        files = adapter_side_files(self._model.side_files, self._lora.adapter.config(self._model.settings.model_path))
+        files = adapter_side_files(
+            self._model.side_files, self._lora.adapter.config(self._model.settings.model_path)
+        )
         return self._model.write_rows(
             self.exporter(value).rows(), self._shape, torch.float32, files, target, single=WEIGHTS
         )

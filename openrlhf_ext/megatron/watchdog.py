@@ -1,18 +1,22 @@
-"""What every rank is doing, so that a collective that waits in vain can name the ranks it waits for.
+"""What every rank is doing, so that a collective that waits in vain can name the ranks it waits
+for.
 
-    start_watchdog(timeout_s)                  # once per process, after the process group exists; a collective
-    with phase("training step"):              # around everything in which this rank meets the others
+    start_watchdog(timeout_s)                  # once per process, after the process group exists; a
+    collective with phase("training step"):              # around everything in which this rank
+    meets the others
         ...
 
-A thread of every rank answers "what are you doing?" on a socket of its own: the phase, for how long, and the line the
-main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and raises
-`RanksMissingError`. Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends
-the process from a thread of its own, without saying who is missing: there the monitor reports and ends the process
-shortly before. Who has not come is seen in torch's flight recorder: each call of a group has the same number on all of
-its ranks.
+A thread of every rank answers "what are you doing?" on a socket of its own: the phase, for how
+long, and the line the main thread is at. Nobody asks until a collective fails or times out; then
+`phase` asks all ranks and raises `RanksMissingError`. Gloo raises in the waiting thread when the
+process group's timeout has passed. NCCL instead ends the process from a thread of its own, without
+saying who is missing: there the monitor reports and ends the process shortly before. Who has not
+come is seen in torch's flight recorder: each call of a group has the same number on all of its
+ranks.
 
-`Gate` and `wait_for_all` are for ranks that wait for one that is busy with files or engines: a collective that outlasts
-its timeout ends the run, and keeps a GPU busy that an engine may share, so they ask the store of the process group.
+`Gate` and `wait_for_all` are for ranks that wait for one that is busy with files or engines: a
+collective that outlasts its timeout ends the run, and keeps a GPU busy that an engine may share, so
+they ask the store of the process group.
 """
 
 from __future__ import annotations
@@ -55,7 +59,13 @@ _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
 _STILL_S = 60.0  # a call that needs nobody else may take so long
-_COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
+_COLLECTIVE_TEXT = (
+    "gloo",
+    "nccl",
+    "timed out waiting",
+    "connection closed by peer",
+    "connection reset by peer",
+)
 _PAUSES_S = (0.0002, 0.005)
 """The first between two questions, doubled up to the last: who waits long need not know at once."""
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -68,13 +78,15 @@ class NcclCalls:
 
 
 def keep_nccl_calls() -> None:
-    """Lets the recorder keep the last calls, unless the environment says how many; before any group is made."""
+    """Lets the recorder keep the last calls, unless the environment says how many; before any group
+    is made."""
     if not any(name in os.environ for name in BUFFER):
         os.environ[BUFFER[0]] = _CALLS
 
 
 def nccl_calls() -> NcclCalls:
-    """This process's calls, by the Python part of torch only, without a call to the device; without NCCL none."""
+    """This process's calls, by the Python part of torch only, without a call to the device; without
+    NCCL none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return NcclCalls({}, None)
@@ -82,7 +94,8 @@ def nccl_calls() -> NcclCalls:
 
 
 def read_calls(trace: dict[str, Any]) -> NcclCalls:
-    """What torch's record says (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``)."""
+    """What torch's record says (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp,
+    ``dump_json``)."""
     begun: dict[str, int] = {}
     waiting = None
     for entry in trace.get("entries", []):
@@ -97,7 +110,8 @@ def read_calls(trace: dict[str, Any]) -> NcclCalls:
 
 
 class RanksMissingError(RuntimeError):
-    """A collective failed or waited in vain; the message names the ranks that did not arrive and what each does."""
+    """A collective failed or waited in vain; the message names the ranks that did not arrive and
+    what each does."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,8 @@ class RankState:
     """What a rank answers."""
 
     rank: int
-    count: int  # phases entered so far; ranks enter the same phases, so a smaller number lags behind
+    # phases entered so far; ranks enter the same phases, so a smaller number lags behind
+    count: int
     phase: str | None  # nested ones joined by " > "; None between phases
     last: str | None  # the phase it left last
     seconds: float  # since it entered the phase, or left the last one
@@ -128,14 +143,17 @@ class RankState:
         return f"left {self.last!r} {self.seconds:.1f} s ago {ended}, is at {self.place}"
 
 
-# ---- one rank's side --------------------------------------------------------------------------------------------
+# ---- one rank's side
+# --------------------------------------------------------------------------------------------
 
 
 class Watchdog:
-    """Knows the phase of the thread that makes it, answers those who ask, and explains a collective that failed.
+    """Knows the phase of the thread that makes it, answers those who ask, and explains a collective
+    that failed.
 
-    ``addresses``: of all ranks' listeners, by rank. ``timeout_s``: of collective calls, for messages. ``stuck_s``: the
-    process ends with a report when the thread has stood still in a phase for so long; None: never.
+    ``addresses``: of all ranks' listeners, by rank. ``timeout_s``: of collective calls, for
+    messages. ``stuck_s``: the process ends with a report when the thread has stood still in a phase
+    for so long; None: never.
     """
 
     def __init__(
@@ -164,7 +182,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective in it failed."""
+        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective in
+        it failed."""
         self._enter(name)
         error: BaseException | None = None
         try:
@@ -179,7 +198,8 @@ class Watchdog:
             self._leave(error)
 
     def progress(self, work: str = "") -> None:
-        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call)."""
+        """Tells that the phase goes on, which the line the thread is at may not show (a loop around
+        a long call)."""
         self._progress += 1
         self._work = work
 
@@ -206,14 +226,16 @@ class Watchdog:
             self._waited_at = _place(frames[::-1])
         state = self.state()
         return (
-            f"rank {self.rank} waited in vain in {state.phase!r}, {state.seconds:.1f} s after it entered it "
-            f"({_one_line(error)}).\n{self.report()}\n"
-            f"If these ranks only need more time, raise --{OPTION} (now {self.timeout_s:g})."
+            f"rank {self.rank} waited in vain in {state.phase!r}, {state.seconds:.1f} s after it "
+            f"entered it ({_one_line(error)}).\n{self.report()}\nIf these ranks only need more "
+            f"time, raise --{OPTION} (now {self.timeout_s:g})."
         )
 
     def state(self) -> RankState:
         frames, calls = _stack(self._thread_id), nccl_calls()
-        in_collective = any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
+        in_collective = any(
+            part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE
+        )
         with self._lock:
             return RankState(
                 rank=self.rank,
@@ -235,7 +257,8 @@ class Watchdog:
 
     def close(self) -> None:
         self._closing.set()
-        with contextlib.suppress(OSError):  # not everywhere, but where it works it wakes the thread at once
+        # not everywhere, but where it works it wakes the thread at once
+        with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5 * _TICK_S)
         self._listener.close()
@@ -261,18 +284,29 @@ class Watchdog:
             asker.sendall(json.dumps(asdict(self.state())).encode())
 
     def _trace(self) -> list[tuple[int, int]] | None:
-        """Identity and position of the watched thread's frames; None between phases. Equal traces: it stood still."""
+        """Identity and position of the watched thread's frames; None between phases. Equal traces:
+        it stood still."""
         if not self._names:
             return None
-        return [(self._count, self._progress), *((id(frame), frame.f_lasti) for frame in _stack(self._thread_id))]
+        return [
+            (self._count, self._progress),
+            *((id(frame), frame.f_lasti) for frame in _stack(self._thread_id)),
+        ]
 
     def _end_process(self, seconds: float) -> None:
-        answer = threading.Thread(target=self._answer_forever, name="phases during the report", daemon=True)
+        answer = threading.Thread(
+            target=self._answer_forever, name="phases during the report", daemon=True
+        )
         answer.start()  # the other ranks report at about the same time, and ask this one too
         logger.error(
             "rank %d has stood still for %.1f s in %r, so it ends (--%s is %g).\n%s",
-            self.rank, seconds, self.state().phase, OPTION, self.timeout_s, self.report(),
-        )  # fmt: skip
+            self.rank,
+            seconds,
+            self.state().phase,
+            OPTION,
+            self.timeout_s,
+            self.report(),
+        )
         logging.shutdown()
         os._exit(EXIT_CODE)
 
@@ -282,15 +316,21 @@ class Watchdog:
                 self._answer()
 
 
-# ---- everyone's side --------------------------------------------------------------------------------------------
+# ---- everyone's side
+# --------------------------------------------------------------------------------------------
 
 
 def describe_ranks(addresses: Sequence[Address]) -> str:
-    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank."""
+    """Asks all ranks what they are doing; the first line names the suspects, then one line for each
+    rank."""
     states = ask_ranks(addresses)
     found = find_suspects(states)
-    head = [f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()]
-    head = head or ["All ranks are in a collective: perhaps not the same one, or the network is slow."]
+    head = [
+        f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()
+    ]
+    head = head or [
+        "All ranks are in a collective: perhaps not the same one, or the network is slow."
+    ]
     suspects = [rank for ranks in found.values() for rank in ranks]
     order = [*suspects, *(rank for rank in range(len(states)) if rank not in suspects)]
     lines = [f"rank {rank}: {_describe(states[rank])}" for rank in order[:_LISTED]]
@@ -310,30 +350,45 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
     except OSError as error:
         return error
-    return RankState(**json.loads(answer)) if answer else ConnectionResetError("it ended while it was asked")
+    return (
+        RankState(**json.loads(answer))
+        if answer
+        else ConnectionResetError("it ended while it was asked")
+    )
 
 
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
-    """The ranks that the others wait for, as far as the answers tell, by what speaks against them. Being behind in
-    NCCL's calls, or not in a collective, counts only without a better reason to suspect anyone: such a rank may be
-    about to enter one. Ranks whose own collective failed are never suspected."""
+    """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
+    Being behind in NCCL's calls, or not in a collective, counts only without a better reason to
+    suspect anyone: such a rank may be about to enter one. Ranks whose own collective failed are
+    never suspected."""
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
     failed = [s.rank for s in others if s.phase is None and s.error is not None]
     furthest: dict[str, int] = {}
     for state in answers:
-        furthest |= {group: max(number, furthest.get(group, 0)) for group, number in state.begun.items()}
+        furthest |= {
+            group: max(number, furthest.get(group, 0)) for group, number in state.begun.items()
+        }
     most = max((s.count for s in answers), default=0)
     found = {
-        "Not answering": [rank for rank, state in enumerate(states) if not isinstance(state, RankState)],
+        "Not answering": [
+            rank for rank, state in enumerate(states) if not isinstance(state, RankState)
+        ],
         "Failed": failed,
-        "Not arrived": [s.rank for s in others if s.rank not in failed and (s.count < most or s.phase is None)],
+        "Not arrived": [
+            s.rank for s in others if s.rank not in failed and (s.count < most or s.phase is None)
+        ],
     }
     if not any(found.values()):
-        behind = [s.rank for s in others if any(n < furthest[group] for group, n in s.begun.items())]
+        behind = [
+            s.rank for s in others if any(n < furthest[group] for group, n in s.begun.items())
+        ]
         found = {"Behind in NCCL's calls": behind}
     if not any(found.values()):
-        found = {"Arrived, but not in a collective": [s.rank for s in others if not s.in_collective]}
+        found = {
+            "Arrived, but not in a collective": [s.rank for s in others if not s.in_collective]
+        }
     return {why: ranks for why, ranks in found.items() if ranks}
 
 
@@ -343,7 +398,9 @@ def is_collective_failure(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _COLLECTIVE_TEXT)
+    return isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in _COLLECTIVE_TEXT
+    )
 
 
 def _describe(state: RankState | OSError) -> str:
@@ -351,7 +408,9 @@ def _describe(state: RankState | OSError) -> str:
         return state.describe()
     if isinstance(state, ConnectionError):
         return f"its process has ended ({_one_line(state)})"
-    return f"its process is stopped or blocked, or its machine cannot be reached ({_one_line(state)})"
+    return (
+        f"its process is stopped or blocked, or its machine cannot be reached ({_one_line(state)})"
+    )
 
 
 def _stack(thread_id: int) -> list[FrameType]:
@@ -363,7 +422,8 @@ def _stack(thread_id: int) -> list[FrameType]:
 
 
 def _place(frames: Sequence[FrameType]) -> str:
-    """The innermost line of this package, which says what is being done, and the innermost line of all."""
+    """The innermost line of this package, which says what is being done, and the innermost line of
+    all."""
     ours = next((frame for frame in frames if frame.f_code.co_filename.startswith(_PACKAGE)), None)
     shown = dict.fromkeys(frame for frame in (ours, *frames[:1]) if frame is not None)
     return " -> ".join(_line(frame) for frame in shown) or "an unknown place"
@@ -379,21 +439,26 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-# ---- the process's monitor --------------------------------------------------------------------------------------
+# ---- the process's monitor
+# --------------------------------------------------------------------------------------
 
 _monitor: Watchdog | None = None
 
 
 def start_watchdog(timeout_s: float) -> Address:
-    """Starts this process's monitor and returns where it answers. A collective over the default process group."""
+    """Starts this process's monitor and returns where it answers. A collective over the default
+    process group."""
     global _monitor
     stop_watchdog()
     listener = _listen_towards(os.environ["MASTER_ADDR"])
     addresses: list[Address] = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(addresses, listener.getsockname()[:2])
-    # before NCCL does it; gloo's collectives end by themselves, but not a call to a store that cannot be reached
+    # before NCCL does it; gloo's collectives end by themselves, but not a call to a store that
+    # cannot be reached
     stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" else max(_STILL_S, 2 * timeout_s)
-    _monitor = Watchdog(listener, addresses, dist.get_rank(), timeout_s, stuck_s if len(addresses) > 1 else None)
+    _monitor = Watchdog(
+        listener, addresses, dist.get_rank(), timeout_s, stuck_s if len(addresses) > 1 else None
+    )
     atexit.register(stop_watchdog)
     return addresses[dist.get_rank()]
 
@@ -407,7 +472,8 @@ def stop_watchdog() -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Runs the body as a phase of this process's monitor (``Watchdog.phase``); without a monitor it just runs."""
+    """Runs the body as a phase of this process's monitor (``Watchdog.phase``); without a monitor it
+    just runs."""
     if _monitor is None:
         yield
         return
@@ -428,13 +494,15 @@ def _listen_towards(peer: str) -> socket.socket:
     return socket.create_server((own, 0), family=family)
 
 
-# ---- waits that are no collectives ------------------------------------------------------------------------------
+# ---- waits that are no collectives
+# ------------------------------------------------------------------------------
 
 _numbers = itertools.count()
 
 
 class Counter:
-    """A number that all ranks of the default process group see. Each of them has to make as many of these."""
+    """A number that all ranks of the default process group see. Each of them has to make as many of
+    these."""
 
     def __init__(self, name: str = "") -> None:
         self._store = dist.distributed_c10d._get_default_store()

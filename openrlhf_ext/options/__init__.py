@@ -1,12 +1,15 @@
-"""Options: how a section of the configuration and the options of a method are declared, described and read.
+"""Options: how a section of the configuration and the options of a method are declared, described
+and read.
 
-One declaration is all that an option needs; `--help`, YAML, command line, error report and documentation follow:
+One declaration is all that an option needs; `--help`, YAML, command line, error report and
+documentation follow:
 
     class Vllm(Section):
         kv_cache_mib: int = added(64, "KV cache per engine when it runs on CPU, MiB", ge=1)
 
-The annotation is the type, keyword arguments are bounds. Rules between the fields of a class go into its `violations`,
-what it takes for an option to have an effect into its `needs`. Imports pydantic and nothing heavier.
+The annotation is the type, keyword arguments are bounds. Rules between the fields of a class go
+into its `violations`, what it takes for an option to have an effect into its `needs`. Imports
+pydantic and nothing heavier.
 """
 
 from __future__ import annotations
@@ -15,7 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypedDict, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import annotated_types
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -25,29 +38,34 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 from openrlhf_ext.inputs import did_you_mean, nearest, shortened
 from openrlhf_ext.redaction import redact
 
-# "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
+# "output": made absolute. "input": made absolute when it is a local path, left alone when it is a
+# URL or a hub name.
 PathKind = Literal["input", "output"]
 T = TypeVar("T")
 Arity = Literal["flag", "one", "pair", "many", "open"]
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- what is wrong
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: the message has rule, values and remedy; it is not reported if one of the options is invalid."""
+    """One broken rule: the message has rule, values and remedy; it is not reported if one of the
+    options is invalid."""
 
     options: tuple[str, ...]
     message: str
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run: a line for each violation, without passwords of addresses. A text is a violation
-    that is filed under no option."""
+    """A configuration that cannot run: a line for each violation, without passwords of addresses. A
+    text is a violation that is filed under no option."""
 
     def __init__(self, violations: Sequence[Violation | str]) -> None:
-        self.violations = tuple(Violation((), entry) if isinstance(entry, str) else entry for entry in violations)
+        self.violations = tuple(
+            Violation((), entry) if isinstance(entry, str) else entry for entry in violations
+        )
         count = len(self.violations)
         head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
         lines = [f"- {shortened(violation.message)}" for violation in self.violations]
@@ -62,28 +80,35 @@ def no_effect(name: str, value: Any, reason: str, remedy: str = "leave it out") 
     return f"{name} has no effect: got {shortened(value_text(value))}, and {reason}; {remedy}"
 
 
-# ---- declaring ------------------------------------------------------------------------------------------------------
+# ---- declaring
+# --------------------------------------------------------------------------------------------------
 
 
 class Section(BaseModel):
-    """A group of options. Unknown names are refused and values cannot be changed after construction."""
+    """A group of options. Unknown names are refused and values cannot be changed after
+    construction."""
 
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Options of this section (all: '*') that have no effect unless a condition holds, see :func:`idle_options`."""
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, protected_namespaces=())
+    """Options of this section (all: '*') that have no effect unless a condition holds, see
+    :func:`idle_options`."""
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", coerce_numbers_to_str=True, protected_namespaces=()
+    )
 
     def violations(self) -> Iterator[Violation]:
         """Broken rules between the options of this section, on values of the right types."""
         yield from ()
 
     def cautions(self) -> Iterator[str]:
-        """Warnings: options that do nothing beside the others of this section, and values that deserve a look."""
+        """Warnings: options that do nothing beside the others of this section, and values that
+        deserve a look."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class NotSupported:
-    """Why an option of OpenRLHF must stay at its default, or at one of the ``inert`` values, which ask for nothing.
+    """Why an option of OpenRLHF must stay at its default, or at one of the ``inert`` values, which
+    ask for nothing.
 
     ``yet``: it may come; False for options that have no meaning with a Megatron policy.
     """
@@ -94,7 +119,11 @@ class NotSupported:
     inert: tuple[Any, ...] = ()
 
     def message(self, name: str, value: str, origin: str) -> str:
-        status = "not supported with the Megatron policy yet" if self.yet else "not an option of the Megatron policy"
+        status = (
+            "not supported with the Megatron policy yet"
+            if self.yet
+            else "not an option of the Megatron policy"
+        )
         return f"{name} is {status}: {self.why}; got {value} ({origin}); {self.instead}"
 
 
@@ -118,7 +147,8 @@ class OptionInfo:
 
     Attributes:
         added: OpenRLHF does not know it.
-        recommended: published value of an option without a default, which a run gets unless it sets another.
+        recommended: published value of an option without a default, which a run gets unless it sets
+        another.
         refuses_null: null is an error, where it would otherwise take a method's default.
         also: another name of it on the command line.
         repeats: its values on the command line add up when it is given several times.
@@ -136,38 +166,72 @@ class OptionInfo:
 
 
 def option(
-    default: Any, help_text: str, *, path: PathKind | None = None, secret: bool = False,
-    default_text: str | None = None, recommended: Any = None, refuses_null: bool = False, also: str | None = None,
-    repeats: bool = False, **constraints: Any,
-) -> Any:  # fmt: skip
+    default: Any,
+    help_text: str,
+    *,
+    path: PathKind | None = None,
+    secret: bool = False,
+    default_text: str | None = None,
+    recommended: Any = None,
+    refuses_null: bool = False,
+    also: str | None = None,
+    repeats: bool = False,
+    **constraints: Any,
+) -> Any:
     """Declares an option: of OpenRLHF in a section, of its own in a method.
 
     Args:
-        default: the default value; a function that makes it (then give ``default_text``); ``...`` for none.
+        default: the default value; a function that makes it (then give ``default_text``); ``...``
+        for none.
         help_text: meaning and unit.
         path: how relative paths in the value are resolved; None for anything that is no path.
         default_text: how the default is shown where its value says too little.
-        constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``).
+        constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``,
+        ``max_length``).
     """
-    info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null, also, repeats)
+    info = OptionInfo(
+        None, path, secret, default_text, False, recommended, refuses_null, also, repeats
+    )
     return _field(default, help_text, info, constraints)
 
 
 def added(
-    default: Any, help_text: str, *, path: PathKind | None = None, default_text: str | None = None, **constraints: Any
+    default: Any,
+    help_text: str,
+    *,
+    path: PathKind | None = None,
+    default_text: str | None = None,
+    **constraints: Any,
 ) -> Any:
-    """Declares an option of a section that OpenRLHF does not know; arguments as for :func:`option`."""
-    return _field(default, help_text, OptionInfo(path=path, default_text=default_text, added=True), constraints)
+    """Declares an option of a section that OpenRLHF does not know; arguments as for
+    :func:`option`."""
+    return _field(
+        default,
+        help_text,
+        OptionInfo(path=path, default_text=default_text, added=True),
+        constraints,
+    )
 
 
-def not_yet(default: Any, help_text: str, *, why: str, instead: str, inert: tuple[Any, ...] = ()) -> Any:
-    """Declares an option of OpenRLHF that is known but not built: every value that asks for something is refused."""
-    return _field(default, help_text, OptionInfo(unsupported=NotSupported(why, instead, yet=True, inert=inert)), {})
+def not_yet(
+    default: Any, help_text: str, *, why: str, instead: str, inert: tuple[Any, ...] = ()
+) -> Any:
+    """Declares an option of OpenRLHF that is known but not built: every value that asks for
+    something is refused."""
+    return _field(
+        default,
+        help_text,
+        OptionInfo(unsupported=NotSupported(why, instead, yet=True, inert=inert)),
+        {},
+    )
 
 
 def no_meaning(default: Any, help_text: str, *, why: str, instead: str) -> Any:
-    """Declares an option of OpenRLHF that has no effect with a Megatron policy, and says which option has."""
-    return _field(default, help_text, OptionInfo(unsupported=NotSupported(why, instead, yet=False)), {})
+    """Declares an option of OpenRLHF that has no effect with a Megatron policy, and says which
+    option has."""
+    return _field(
+        default, help_text, OptionInfo(unsupported=NotSupported(why, instead, yet=False)), {}
+    )
 
 
 def _field(default: Any, help_text: str, info: OptionInfo, constraints: dict[str, Any]) -> Any:
@@ -194,7 +258,8 @@ def _bounded(value: int) -> int:
 
 
 LARGEST_INT = 2**31 - 1
-"""Of any option; those that something is allocated for have tighter bounds: 1 TiB, more than any cluster has."""
+"""Of any option; those that something is allocated for have tighter bounds: 1 TiB, more than any
+cluster has."""
 Float = Annotated[float, BeforeValidator(_no_flag), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_flag), AfterValidator(_bounded)]
 Pair = tuple[Float, Float]
@@ -207,19 +272,24 @@ def required(value: T | None, name: str) -> T:
     return value
 
 
-# ---- options that do nothing ----------------------------------------------------------------------------------------
+# ---- options that do nothing
+# ----------------------------------------------------------------------------------------
 
 
 def idle_options(config: BaseModel) -> Iterator[str]:
-    """The warning about every option that has another value than its default, and no effect beside the others.
+    """The warning about every option that has another value than its default, and no effect beside
+    the others.
 
-    Of the conditions in a key of ``Section.needs``, divided by ' | ', one has to hold. ``a.b`` holds if that option is
-    on (or set, and not 0), ``!a.b`` if it is not, ``a.b=value`` and ``a.b!=value`` by its value.
+    Of the conditions in a key of ``Section.needs``, divided by ' | ', one has to hold. ``a.b``
+    holds if that option is on (or set, and not 0), ``!a.b`` if it is not, ``a.b=value`` and
+    ``a.b!=value`` by its value.
     """
     yield from _idle(config, config, "", ())
 
 
-def _idle(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[str, ...]) -> Iterator[str]:
+def _idle(
+    config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[str, ...]
+) -> Iterator[str]:
     needs = section.needs if isinstance(section, Section) else {}
     inherited = (*inherited, *(condition for condition, leaves in needs.items() if "*" in leaves))
     for name, field in type(section).model_fields.items():
@@ -247,7 +317,9 @@ def _unmet(config: BaseModel, condition: str) -> str:
         if not_equal:
             reason = f"{name} is {unwanted}" if value_text(got) == unwanted else ""
         elif equal:
-            reason = "" if value_text(got) == wanted else f"{name} is {value_text(got)}, not {wanted}"
+            reason = (
+                "" if value_text(got) == wanted else f"{name} is {value_text(got)}, not {wanted}"
+            )
         elif name.startswith("!"):
             reason = f"{name[1:]} is {'on' if got is True else 'set'}" if on else ""
         else:
@@ -259,9 +331,15 @@ def _unmet(config: BaseModel, condition: str) -> str:
     return " and ".join(reasons)
 
 
-# ---- describing -----------------------------------------------------------------------------------------------------
+# ---- describing
+# --------------------------------------------------------------------------------------------------
 
-_BOUNDS = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}
+_BOUNDS = {
+    annotated_types.Ge: ">=",
+    annotated_types.Gt: ">",
+    annotated_types.Le: "<=",
+    annotated_types.Lt: "<",
+}
 _SIMPLE = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
@@ -273,7 +351,8 @@ class Option:
         name: dotted name; for a method the key.
         expects: its type, choices and bounds in words.
         default: None where it is made at run time or there is none.
-        arity: words it takes: ``flag`` none or one, ``pair`` two, ``many`` one or more, ``open`` any value under any
+        arity: words it takes: ``flag`` none or one, ``pair`` two, ``many`` one or more, ``open``
+        any value under any
             sub-name.
         nullable: whether ``null`` is a value.
     """
@@ -300,7 +379,9 @@ class Option:
 
     def is_inert(self, value: Any) -> bool:
         """Whether this value of an unsupported option asks for nothing."""
-        return value == self.default or (self.unsupported is not None and value in self.unsupported.inert)
+        return value == self.default or (
+            self.unsupported is not None and value in self.unsupported.inert
+        )
 
 
 def leaf_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -321,7 +402,9 @@ def describe(model: type[BaseModel]) -> dict[str, Option]:
 def nested_model(field: FieldInfo) -> type[BaseModel] | None:
     """The model of an option that is a map with options of its own; None for any other."""
     annotation = _without_none(field.annotation)[0]
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )
 
 
 def value_text(value: Any) -> str:
@@ -340,11 +423,17 @@ def describe_field(name: str, field: FieldInfo) -> Option:
     annotation, nullable = _without_none(field.annotation)
     default = None if field.default is PydanticUndefined else field.default
     return Option(
-        name=name, expects=_in_words(annotation, field.metadata) + (" or null" if nullable else ""), default=default,
+        name=name,
+        expects=_in_words(annotation, field.metadata) + (" or null" if nullable else ""),
+        default=default,
         shown_default=value_text(default) if info.default_text is None else info.default_text,
-        help=field.description or "", arity=_arity(annotation), nullable=nullable, choices=_choices(annotation),
-        info=info, required=field.is_required(),
-    )  # fmt: skip
+        help=field.description or "",
+        arity=_arity(annotation),
+        nullable=nullable,
+        choices=_choices(annotation),
+        info=info,
+        required=field.is_required(),
+    )
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -398,12 +487,17 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _bounds_in_words(metadata: Sequence[Any]) -> str:
     # a nested Field carries its constraints inside
-    constraints = (constraint for item in metadata for constraint in getattr(item, "metadata", None) or [item])
+    constraints = (
+        constraint for item in metadata for constraint in getattr(item, "metadata", None) or [item]
+    )
     bounded = ((_BOUNDS[type(one)], one) for one in constraints if type(one) in _BOUNDS)
-    return " and ".join(f"{symbol} {getattr(one, type(one).__name__.lower()):.15g}" for symbol, one in bounded)
+    return " and ".join(
+        f"{symbol} {getattr(one, type(one).__name__.lower()):.15g}" for symbol, one in bounded
+    )
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading
+# --------------------------------------------------------------------------------------------------
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -419,7 +513,8 @@ def is_set(config: BaseModel, name: str) -> bool:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": 1, "a.c": 2}`` -> ``{"a": {"b": 1, "c": 2}}``; no name may be a prefix of another one."""
+    """``{"a.b": 1, "a.c": 2}`` -> ``{"a": {"b": 1, "c": 2}}``; no name may be a prefix of another
+    one."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, leaf = name.split(".")
@@ -434,7 +529,8 @@ class Fault:
 
     Attributes:
         name: dotted name below the model that was to be made.
-        problem: what is wrong, to follow the name; all of it where there is no such option (``unknown``).
+        problem: what is wrong, to follow the name; all of it where there is no such option
+        (``unknown``).
         hint: what may have been meant.
     """
 
@@ -446,7 +542,8 @@ class Fault:
 
 
 def read(model: type[S], values: Mapping[str, Any]) -> S | list[Fault]:
-    """The model with these (nested) values, or every fault in them; rules between options are not looked at."""
+    """The model with these (nested) values, or every fault in them; rules between options are not
+    looked at."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -469,10 +566,16 @@ def _fault(model: type[BaseModel], detail: Any) -> Fault:
     if field is None:
         near = nearest(names[-1], model.model_fields)
         problem = f"unknown option {names[-1]!r}" + (f"; did you mean {near!r}?" if near else ".")
-        return Fault(name, f"{problem} Options: {', '.join(sorted(model.model_fields))}", value, unknown=True)
+        return Fault(
+            name, f"{problem} Options: {', '.join(sorted(model.model_fields))}", value, unknown=True
+        )
     described = describe_field(name, field)
     if detail["type"] == "missing":
         return Fault(name, f" is required ({described.help})", None)
-    too_large = f"the largest integer is {LARGEST_INT}" if detail["type"] in ("too_large", "int_parsing_size") else ""
+    too_large = (
+        f"the largest integer is {LARGEST_INT}"
+        if detail["type"] in ("too_large", "int_parsing_size")
+        else ""
+    )
     hint = did_you_mean(str(value), map(str, described.choices), too_large)
     return Fault(name, f": expected {described.expects}, got {value_text(value)}", value, hint)

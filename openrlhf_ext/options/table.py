@@ -1,4 +1,5 @@
-"""A command's options: the configuration that they make, their table, and what command-line words mean."""
+"""A command's options: the configuration that they make, their table, and what command-line words
+mean."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from pydantic import PrivateAttr
 from openrlhf_ext.options import Option, Section, describe
 
 # what other programs call an option, by the last part of its name
-_OTHER_NAMES = {"learning_rate": "lr", "pretrain": "model_name_or_path", "model": "model_name_or_path"}
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "pretrain": "model_name_or_path",
+    "model": "model_name_or_path",
+}
 
 
 class UsageError(ValueError):
@@ -20,7 +25,8 @@ class UsageError(ValueError):
 
 
 def from_words(option: Option, words: Sequence[str]) -> Any:
-    """The raw value given by the words after ``--name``; raises UsageError unless their number fits."""
+    """The raw value given by the words after ``--name``; raises UsageError unless their number
+    fits."""
     if option.arity == "flag" and not words:
         return True
     if option.nullable and list(words) == ["null"]:
@@ -28,8 +34,8 @@ def from_words(option: Option, words: Sequence[str]) -> Any:
     expected = {"pair": 2, "many": max(1, len(words))}.get(option.arity, 1)
     if len(words) != expected:
         raise UsageError(
-            f"--{option.name} takes {expected} value{'s' if expected > 1 else ''} ({option.expects}), "
-            f"got {len(words)}: {' '.join(words) or 'none'}"
+            f"--{option.name} takes {expected} value{'s' if expected > 1 else ''} "
+            f"({option.expects}), got {len(words)}: {' '.join(words) or 'none'}"
         )
     return list(words) if option.arity in ("pair", "many") else words[0]
 
@@ -55,7 +61,8 @@ class Configuration(Section):
         return dict(self._sources)
 
     def resolved(self) -> Iterable[tuple[str, Any]]:
-        """Defaults that follow from typed settings, so that what is shown loads back to the same run."""
+        """Defaults that follow from typed settings, so that what is shown loads back to the same
+        run."""
         return ()
 
 
@@ -65,12 +72,19 @@ class OptionTable(dict[str, Option]):
     def __init__(self, model: type[Configuration]) -> None:
         super().__init__(describe(model))
         self.model = model
-        self._also = {option.info.also: name for name, option in self.items() if option.info.also is not None}
+        self._also = {
+            option.info.also: name for name, option in self.items() if option.info.also is not None
+        }
 
     def called(self, name: str) -> str:
-        """The option's own name of one that the command line gives: another of its names, or a beginning."""
+        """The option's own name of one that the command line gives: another of its names, or a
+        beginning."""
         if self.model.abbreviates and name not in self and name not in self._also:
-            begun = {self._also.get(other, other) for other in (*self, *self._also) if other.startswith(name)}
+            begun = {
+                self._also.get(other, other)
+                for other in (*self, *self._also)
+                if other.startswith(name)
+            }
             name = begun.pop() if len(begun) == 1 else name
         return self._also.get(name, name)
 
@@ -84,7 +98,9 @@ class OptionTable(dict[str, Option]):
 
     def is_section(self, name: str) -> bool:
         option = self.get(name)
-        return (option is not None and option.arity == "open") or any(other.startswith(f"{name}.") for other in self)
+        return (option is not None and option.arity == "open") or any(
+            other.startswith(f"{name}.") for other in self
+        )
 
     def nearest(self, name: str) -> str | None:
         """The supported option that looks most like an unknown name, or None when none does."""
@@ -93,7 +109,9 @@ class OptionTable(dict[str, Option]):
         section, leaf = name.split(".")[0], name.split(".")[-1]
         by_leaf = [other for other in plain if other.split(".")[-1] == _OTHER_NAMES.get(leaf, leaf)]
         meant = [other for other in by_leaf if other.startswith(f"{section}.")]
-        by_leaf = meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
+        by_leaf = (
+            meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
+        )
         if len(by_leaf) == 1:
             return by_leaf[0]
         head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]
@@ -111,5 +129,6 @@ def table_of(model: type[Configuration]) -> OptionTable:
 
 
 def _spelling(name: str) -> str:
-    """OpenRLHF wrote ``--train_batch_size`` before 0.11; dots, dashes and underscores are one letter here."""
+    """OpenRLHF wrote ``--train_batch_size`` before 0.11; dots, dashes and underscores are one
+    letter here."""
     return name.replace(".", "_").replace("-", "_").lower()

@@ -1,8 +1,10 @@
-"""What the Ray actors of all models have in common: one rank each, every RPC a collective; and those that train.
+"""What the Ray actors of all models have in common: one rank each, every RPC a collective; and
+those that train.
 
-They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing. The driver
-imports these modules for their classes, and rank 0 says where to meet before the others start: what needs Megatron
-imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
+They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs
+nothing. The driver imports these modules for their classes, and rank 0 says where to meet before
+the others start: what needs Megatron imports it inside of its methods, after ``load_libraries`` has
+done so while the engines start.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ if TYPE_CHECKING:
 class RankActor:
     """One rank of a Megatron model. The group calls every method on all ranks."""
 
-    def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
-        """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
+    def __init__(
+        self, world_size: int, rank: int, master_addr: str | None, master_port: int | None
+    ) -> None:
+        """Puts the rendezvous into the environment; rank 0 gets no address and finds one
+        (``get_master_addr_port``)."""
         self.is_first_of_replica = True
         if master_addr is None or master_port is None:
             self._store = open_store(_own_address())  # kept: `init_process_group` finds it
@@ -53,7 +58,8 @@ class RankActor:
             "LOCAL_RANK": _local_rank(),
         }
         if interface := _interface(_own_address()):
-            # else gloo listens where the host's name leads, which Debian lets be 127.0.1.1: no other node gets there
+            # else gloo listens where the host's name leads, which Debian lets be 127.0.1.1: no
+            # other node gets there
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def get_master_addr_port(self) -> tuple[str, int]:
@@ -67,7 +73,9 @@ class RankActor:
         from openrlhf_ext.megatron.distributed import initialize_distributed
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        initialize_distributed(settings.layout, settings.megatron.collective_timeout_s, settings.train.seed)
+        initialize_distributed(
+            settings.layout, settings.megatron.collective_timeout_s, settings.train.seed
+        )
         self.is_first_of_replica = settings.layout.answers_for_replica(dist.get_rank())
         address = start_watchdog(settings.megatron.collective_timeout_s)
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
@@ -77,8 +85,8 @@ class RankActor:
             torch.cuda.empty_cache()
 
     def for_replica(self, method: str, part: Any, *shared: Any) -> Any:
-        """Calls a method with the part of this rank's replica, and what all get. The caller fetches what all ranks
-        return, so only the first rank of a replica answers."""
+        """Calls a method with the part of this rank's replica, and what all get. The caller fetches
+        what all ranks return, so only the first rank of a replica answers."""
         answer = getattr(self, method)(part, *shared)
         return answer if self.is_first_of_replica else None
 
@@ -88,7 +96,8 @@ def _own_address() -> str:
 
 
 def _interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address, or its network (127.0.0.2 is lo's); None: there is none."""
+    """The network interface that has an IPv4 address, or its network (127.0.0.2 is lo's); None:
+    there is none."""
     own = ipaddress.ip_address(address)
     found = None
     for name, addresses in psutil.net_if_addrs().items():
@@ -110,23 +119,27 @@ def _local_rank() -> str:
 
 
 class TrainedActor(RankActor, Witness):
-    """In a colocated run a model is on the device while it is needed: a method begins with ``reload_states`` of what it
-    needs, and ends with ``release_model``."""
+    """In a colocated run a model is on the device while it is needed: a method begins with
+    ``reload_states`` of what it needs, and ends with ``release_model``."""
 
     _writing: Future | None = None
     _writer: ThreadPoolExecutor | None = None
 
     def hold(self, model: MegatronPolicy | MegatronCritic, sleeps: bool) -> None:
-        """Call once, when the model is built; it ``sleeps`` if others need the memory (``ds.enable_sleep``)."""
+        """Call once, when the model is built; it ``sleeps`` if others need the memory
+        (``ds.enable_sleep``)."""
         from openrlhf_ext.megatron.host_memory import ModelStates
 
         self._model, self.sleeps = model, sleeps
-        self.states = ModelStates(model.models, model.optimizer, model.device, model.settings.converters)
+        self.states = ModelStates(
+            model.models, model.optimizer, model.device, model.settings.converters
+        )
         self.offloads: list[Swap] = []
         self.reloads: list[Swap] = []
 
     def offload_states(self, *kinds: str) -> None:
-        """Moves states (``megatron.host_memory.KINDS``; none named: all) to host memory. Not a collective."""
+        """Moves states (``megatron.host_memory.KINDS``; none named: all) to host memory. Not a
+        collective."""
         self.offloads.append(self.states.offload(*kinds))
 
     def reload_states(self, *kinds: str) -> None:
@@ -157,7 +170,8 @@ class TrainedActor(RankActor, Witness):
         self.reload_states("parameters")
         return self._model.save_hf(path)
 
-    # ---- resumable checkpoints --------------------------------------------------------------------------------------
+    # ---- resumable checkpoints
+    # --------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
         """Plain values; rank 0's are kept."""
@@ -167,9 +181,9 @@ class TrainedActor(RankActor, Witness):
         """Takes back what ``extra_state`` gave."""
 
     def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry] | None:
-        """Writes this rank's part of the model ``name``; the files written. In the ``background`` it returns None as
-        soon as the state is copied to host memory; ``has_saved`` and a receipt in the folder (``write_receipt``)
-        tell when it is written."""
+        """Writes this rank's part of the model ``name``; the files written. In the ``background``
+        it returns None as soon as the state is copied to host memory; ``has_saved`` and a receipt
+        in the folder (``write_receipt``) tell when it is written."""
         from openrlhf_ext.megatron.checkpoint import take_snapshot
 
         with phase("collecting a checkpoint"):
@@ -187,7 +201,8 @@ class TrainedActor(RankActor, Witness):
         return None
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether the last background save is written; ``wait`` makes sure that it is. Raises CheckpointError."""
+        """Whether the last background save is written; ``wait`` makes sure that it is. Raises
+        CheckpointError."""
         if self._writing is None:
             raise RuntimeError("has_saved() tells of a background save, and none was begun")
         if done := wait or self._writing.done():

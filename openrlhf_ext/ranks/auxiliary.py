@@ -1,4 +1,5 @@
-"""The Ray actors of models beside the policy that have ranks of their own: the critic, and frozen models."""
+"""The Ray actors of models beside the policy that have ranks of their own: the critic, and frozen
+models."""
 
 from __future__ import annotations
 
@@ -39,9 +40,12 @@ class CriticActor(TrainedActor):
         return plain(self.critic.values(batch))
 
     @phase("training the critic")
-    def fit(self, mini_batches: list[CriticMiniBatch], before: Fraction, after: Fraction) -> dict[str, float]:
-        """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the same on every
-        rank. ``before`` and ``after``: share of the run that is completed, for the schedule."""
+    def fit(
+        self, mini_batches: list[CriticMiniBatch], before: Fraction, after: Fraction
+    ) -> dict[str, float]:
+        """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the
+        same on every rank. ``before`` and ``after``: share of the run that is completed, for the
+        schedule."""
         self.reload_states()
         todo = mini_batches * self.max_epochs
         self.critic.plan_rates(before, after, len(todo))
@@ -55,7 +59,8 @@ class CriticActor(TrainedActor):
 
 
 class RewardActor(RankActor):
-    """One rank of a reward model. With ``offload`` its weights are in host memory while it has nothing to score."""
+    """One rank of a reward model. With ``offload`` its weights are in host memory while it has
+    nothing to score."""
 
     def init_model(self, settings: ModelSettings, offload: bool) -> dict[str, Any]:
         from openrlhf_ext.megatron.critic import ValueDecoder

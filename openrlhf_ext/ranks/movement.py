@@ -1,4 +1,5 @@
-"""How far optimizer steps move what they update, by a sample of the entries, and with what they do it."""
+"""How far optimizer steps move what they update, by a sample of the entries, and with what they do
+it."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ ADAM = ("update/beta1", "update/beta2", "update/eps", "update/weight_decay")
 
 @dataclass(frozen=True)
 class Moved:
-    """What optimizer steps did to a sample of the entries that a rank updates: the sum of their squared movements, of
-    Adam's second moments afterwards, how many they are; parameters, those of them that stood still; Adam's own count of
-    its steps; the square of the rank's share of the gradient that the last of them used; ``ADAM``, as its own groups
-    have them."""
+    """What optimizer steps did to a sample of the entries that a rank updates: the sum of their
+    squared movements, of Adam's second moments afterwards, how many they are; parameters, those of
+    them that stood still; Adam's own count of its steps; the square of the rank's share of the
+    gradient that the last of them used; ``ADAM``, as its own groups have them."""
 
     squares: float
     second_moments: float
@@ -56,14 +57,23 @@ def movement_gauges(moved: Sequence[Moved]) -> dict[str, float]:
 def check_gauges(step: int, metrics: Mapping[str, float], options: Optimizer) -> None:
     """Logs an error for the gauges of a step that these options rule out."""
     adam = options.adam
-    wanted = dict(zip(ADAM, (*adam.betas, adam.eps, adam.weight_decay), strict=True)) | {"mismatch/rewards": 0.0}
-    wrong = [f"{name} is {metrics[name]:g}" for name, value in wanted.items() if metrics.get(name, value) != value]
+    wanted = dict(zip(ADAM, (*adam.betas, adam.eps, adam.weight_decay), strict=True)) | {
+        "mismatch/rewards": 0.0
+    }
+    wrong = [
+        f"{name} is {metrics[name]:g}"
+        for name, value in wanted.items()
+        if metrics.get(name, value) != value
+    ]
     if wrong:
-        logger.error("step %d: %s: not possible with these options (docs/faults.md)", step, ", ".join(wrong))
+        logger.error(
+            "step %d: %s: not possible with these options (docs/faults.md)", step, ", ".join(wrong)
+        )
 
 
 class Movement:
-    """Of one rank. Not a collective: every entry is updated by one rank, or by all of its replicas alike."""
+    """Of one rank. Not a collective: every entry is updated by one rank, or by all of its replicas
+    alike."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self._policy = policy
@@ -87,7 +97,10 @@ class Movement:
         seconds = torch.stack([second.double().sum() for _, second in sampled])
         totals = squares.sum().item(), seconds.sum().item()
         entries, still = sum(len(now) for now, _ in sampled), int((squares == 0).sum())
-        first, decay = optimizer.param_groups[0], max(group["weight_decay"] for group in optimizer.param_groups)
+        first, decay = (
+            optimizer.param_groups[0],
+            max(group["weight_decay"] for group in optimizer.param_groups),
+        )
         steps, square = optimizer_step(optimizer), self._policy.gradient_square()
         adam = (*first["betas"], first["eps"], decay)
         self._moved = Moved(*totals, entries, len(sampled), still, steps, square, adam)
@@ -108,7 +121,12 @@ class Movement:
                 if (held := ranges.get(id(parameter))) is None or held.end == held.start:
                     continue
                 values = held.tensors.get("master")
-                values = parameter.detach().view(-1)[held.start : held.end] if values is None else values
+                values = (
+                    parameter.detach().view(-1)[held.start : held.end] if values is None else values
+                )
                 entries = slice(None, None, max(1, len(values) // _ENTRIES))
-                now, second = (t[entries][:_ENTRIES].float().clone() for t in (values, held.tensors["exp_avg_sq"]))
+                now, second = (
+                    t[entries][:_ENTRIES].float().clone()
+                    for t in (values, held.tensors["exp_avg_sq"])
+                )
                 yield now, second

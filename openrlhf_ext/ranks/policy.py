@@ -1,4 +1,5 @@
-"""The Ray actor that holds one rank of the policy: forward passes, optimizer steps, its part in the weight sync.
+"""The Ray actor that holds one rank of the policy: forward passes, optimizer steps, its part in the
+weight sync.
 
 Shape suffixes: N = response tokens of this replica's sequences.
 """
@@ -36,20 +37,23 @@ if TYPE_CHECKING:
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
 _FIRST_UPDATE = {
-    "abs_log_ratio": "abs_log_ratio", "loss/policy": "first/loss", "alignment": "first/alignment",
+    "abs_log_ratio": "abs_log_ratio",
+    "loss/policy": "first/loss",
+    "alignment": "first/alignment",
     "ref_kl": "first/ref_kl",
-}  # fmt: skip
+}
 """Metrics of the first update alone, and their names: by the later ones the weights have moved."""
 _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01
-"""Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in bf16, a step of Adam
-is about as long as the rate, so a hundred parameters get to the next value."""
+"""Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in
+bf16, a step of Adam is about as long as the rate, so a hundred parameters get to the next value."""
 
 
 @dataclass(frozen=True)
 class SleepModes:
-    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``. The share
-    that an engine takes of a policy rank's GPU is None where engines have their own."""
+    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and
+    ``vllm.enable_sleep``. The share that an engine takes of a policy rank's GPU is None where
+    engines have their own."""
 
     policy: bool = False
     engines: bool = False
@@ -58,8 +62,9 @@ class SleepModes:
 
 @dataclass
 class TrainingShard:
-    """One data-parallel rank's part of every optimizer step, each with the whole step's denominators; ``seed``: of
-    random choices. ``sequences``: those of ``mini_batches``, where no ``forward`` came before; None: the last one's."""
+    """One data-parallel rank's part of every optimizer step, each with the whole step's
+    denominators; ``seed``: of random choices. ``sequences``: those of ``mini_batches``, where no
+    ``forward`` came before; None: the last one's."""
 
     mini_batches: list[LossBatch]
     seed: int
@@ -70,7 +75,12 @@ class PolicyActor(TrainedActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model(
-        self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
+        self,
+        settings: ModelSettings,
+        sync: SyncSettings,
+        max_epochs: int,
+        engines: list,
+        sleeping: SleepModes,
     ) -> dict[str, Any]:
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
@@ -86,7 +96,9 @@ class PolicyActor(TrainedActor):
             # the ranks meet in the reduction: what one waits there is not its own time
             model = self.policy.config
             model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)
-            copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
+            copies = {
+                name: self.policy.host_copy(path) for name, path in settings.host_copies.items()
+            }
             self.host_copies = {name: copy for name, copy in copies.items() if copy is not None}
             self.hold(self.policy, sleeping.policy)
             self.movement = Movement(self.policy)
@@ -103,17 +115,24 @@ class PolicyActor(TrainedActor):
         device, settings = device_bytes(), self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
-        distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
+        distributed = (
+            settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
+        )
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         states = 0
-        for of_all, copies in ((True, settings.layout.copies), (False, settings.layout.expert_copies)):
+        for of_all, copies in (
+            (True, settings.layout.copies),
+            (False, settings.layout.expert_copies),
+        ):
             entries = sum(p.numel() for p in trained if getattr(p, "allreduce", True) == of_all)
             shards = copies if distributed else 1
             states += state_bytes(entries, trained[0].element_size(), shards, settings.adam_offload)
         states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
-        SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
+        SharedGpu(
+            device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines
+        ).check()
 
     def start_profile(self, ranks: tuple[int, ...]) -> None:
         if dist.get_rank() in ranks:
@@ -126,16 +145,22 @@ class PolicyActor(TrainedActor):
         return {"rank": rank, **profile.finish(Path(folder) / f"step{step}_rank{rank}.json.gz")}
 
     def rank_report(self) -> RankReport:
-        """This rank's time by phase and its padding since the last report, and its memory. Not a collective."""
+        """This rank's time by phase and its padding since the last report, and its memory. Not a
+        collective."""
         report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
         return replace(
-            report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real,
-            repeated_tokens=counted.repeated, moved=self.movement.take(),
-        )  # fmt: skip
+            report,
+            packed_tokens=counted.packed,
+            padding_tokens=counted.packed - counted.real,
+            repeated_tokens=counted.repeated,
+            moved=self.movement.take(),
+        )
 
     def weight_digest(self) -> str:
-        """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""
-        from openrlhf_ext.megatron.step.optimizer import host_optimizers  # Megatron: see ranks/actor.py
+        """Fingerprint of this rank's weights, and of what the optimizer updates. Not a
+        collective."""
+        # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.step.optimizer import host_optimizers
 
         self.reload_states()
         weights, optimizer = self._parameters, self.policy.optimizer
@@ -146,18 +171,22 @@ class PolicyActor(TrainedActor):
     @phase("forward")
     @timed("logprob")
     def forward(self, batch: SequenceBatch) -> list[np.ndarray]:
-        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none. The
-        replica keeps the sequences: they are what the next ``fit`` is about."""
+        """(N,) old log-probs and entropies of the response tokens of this replica's sequences,
+        which may be none. The replica keeps the sequences: they are what the next ``fit`` is
+        about."""
         self.reload_states("parameters")
         self.batch = self._with_experts(batch)
-        routed: list[SequenceBatch] | None = [] if self.policy.settings.train.routing_replay == "policy" else None
+        routed: list[SequenceBatch] | None = (
+            [] if self.policy.settings.train.routing_replay == "policy" else None
+        )
         values = self.policy.logprobs(self.batch, routed=routed)
         for replayed in routed or ():
             self.batch = replayed
         return [plain(values_N) for values_N in values]
 
     def _with_experts(self, batch: SequenceBatch) -> SequenceBatch:
-        """The batch with the experts that its references say. Raises ValueError: they are of another model."""
+        """The batch with the experts that its references say. Raises ValueError: they are of
+        another model."""
         if not batch.routed_B:
             return batch
         references = list(dict.fromkeys(reference for reference, _ in batch.routed_B))
@@ -167,16 +196,16 @@ class PolicyActor(TrainedActor):
                 groups = dict(zip(references, ray.get(references, timeout=seconds), strict=True))
             except ray.exceptions.GetTimeoutError as error:
                 raise TimeoutError(
-                    f"the experts of {len(references)} groups did not come from the engines' nodes within "
-                    f"{seconds:g} s (megatron.collective_timeout_s)"
+                    f"the experts of {len(references)} groups did not come from the engines' "
+                    f"nodes within {seconds:g} s (megatron.collective_timeout_s)"
                 ) from error
         experts_B = [groups[reference][number] for reference, number in batch.routed_B]
         shape = self.policy.shape
         wanted = shape.num_layers, shape.experts_per_token
         if wrong := {rows.shape[1:] for rows in experts_B} - {wanted}:
             raise ValueError(
-                f"engines told experts of {sorted(wrong)} (layers, experts of a token), the policy has {wanted}: the "
-                "engines have another model"
+                f"engines told experts of {sorted(wrong)} (layers, experts of a token), the "
+                f"policy has {wanted}: the engines have another model"
             )
         return batch.with_experts(experts_B)
 
@@ -202,19 +231,31 @@ class PolicyActor(TrainedActor):
     @phase("training")
     @timed("train")
     def fit(self, before: Fraction, after: Fraction) -> dict[str, float]:
-        """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank. ``before``
-        and ``after``: share of the run that is completed, for the schedule."""
+        """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on
+        every rank. ``before`` and ``after``: share of the run that is completed, for the
+        schedule."""
         batch, shard = self.batch, self.shard
-        if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
-            raise RuntimeError("fit() trains the sequences of the last forward() or of the shard, and there are others")
+        if (
+            batch is None
+            or shard is None
+            or len(batch) != sum(len(mini) for mini in shard.mini_batches)
+        ):
+            raise RuntimeError(
+                "fit() trains the sequences of the last forward() or of the shard, and there "
+                "are others"
+            )
         self.reload_states()
         self.movement.begin()
-        mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
+        mini_batches = [
+            mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)
+        ]
         self.policy.plan_rates(before, after, len(mini_batches))
         steps = []
         for number, mini in enumerate(mini_batches, start=1):
             with phase(f"update {number} of {len(mini_batches)}"):
-                steps.append(self._update(*mini, shard.seed, number - 1, number < len(mini_batches)))
+                steps.append(
+                    self._update(*mini, shard.seed, number - 1, number < len(mini_batches))
+                )
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         trained = sum(p.numel() for p in self._parameters if p.requires_grad)
@@ -223,13 +264,17 @@ class PolicyActor(TrainedActor):
         self.movement.end()
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
-        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1] if name != "alignment"}
+        mean = {
+            name: sum(step[name] for step in steps) / len(steps)
+            for name in steps[-1]
+            if name != "alignment"
+        }
         first = {name: steps[0][of] for of, name in _FIRST_UPDATE.items() if of in steps[0]}
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
     def seen_logprobs(self) -> list[np.ndarray] | None:
-        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its first update saw them,
-        once; None but from the first rank of each replica."""
+        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its
+        first update saw them, once; None but from the first rank of each replica."""
         seen, self.seen = self.seen, None
         if seen is None:
             raise RuntimeError("seen_logprobs() is of a fit() whose shard brought its sequences")
@@ -237,11 +282,16 @@ class PolicyActor(TrainedActor):
             return None
         return [plain(torch.cat(values)) for values in zip(*seen, strict=True)]
 
-    def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool) -> dict[str, float]:
-        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""
+    def _update(
+        self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool
+    ) -> dict[str, float]:
+        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout,
+        ``more`` follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
         first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
-        metrics = self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None)
+        metrics = self.policy.train_step(
+            batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None
+        )
         if metrics["grad_norm"] == 0.0 and self.policy.trained.is_beside_weights:
             require_no_advantages(shaped, self.policy.device)
         return metrics
@@ -249,8 +299,8 @@ class PolicyActor(TrainedActor):
     @phase("weight sync")
     @timed("sync")
     def send_weights(self) -> dict[str, float]:
-        """Sends the weights to all engines and proves that they sample from them. Raises EnginesAtFault on every rank;
-        the call can be repeated when these have been replaced."""
+        """Sends the weights to all engines and proves that they sample from them. Raises
+        EnginesAtFault on every rank; the call can be repeated when these have been replaced."""
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1, self.has_moved)
         self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
@@ -266,11 +316,14 @@ class PolicyActor(TrainedActor):
     @phase("probe of the weight sync")
     def prove_sync(self) -> dict[str, float]:
         self.reload_states("parameters")
-        gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleeping.engines)
+        gauge = self.publisher.prove(
+            self.version, before_asking=self._make_room, wake=self.sleeping.engines
+        )
         return {"weight_sync/probe_diff": gauge, "weight_sync/version": float(self.version)}
 
     def _make_room(self) -> None:
-        """Colocated engines need their KV caches for the probe, and right afterwards for the next rollouts."""
+        """Colocated engines need their KV caches for the probe, and right afterwards for the next
+        rollouts."""
         if self.sleeps:
             self.offload_states()
             dist.barrier()
@@ -290,11 +343,14 @@ class PolicyActor(TrainedActor):
         return {"version": self.version}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """The sync that follows a load sends the weights of the saved version, which the requests' seeds depend on."""
+        """The sync that follows a load sends the weights of the saved version, which the requests'
+        seeds depend on."""
         self.version, self.is_ahead, self.has_moved = extra["version"] - 1, True, False
 
 
-def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[SequenceBatch, LossBatch]]:
+def _mini_batches(
+    batch: SequenceBatch, shard: TrainingShard
+) -> Iterator[tuple[SequenceBatch, LossBatch]]:
     """A replica's part of each optimizer step: its rows lie one step behind the other."""
     first = 0
     for shaped in shard.mini_batches:
@@ -303,28 +359,32 @@ def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[
 
 
 def require_no_advantages(shaped: LossBatch, device: torch.device) -> None:
-    """Raises NoGradientError, on every rank: the mini-batch has advantages, and yet adapters got a gradient of exactly
-    zero, as where they are cut off from the loss. A collective."""
+    """Raises NoGradientError, on every rank: the mini-batch has advantages, and yet adapters got a
+    gradient of exactly zero, as where they are cut off from the loss. A collective."""
     from openrlhf_ext.megatron.step.optimizer import NoGradientError  # Megatron: see ranks/actor.py
     from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 
     given = torch.tensor([float((shaped.advantages != 0).sum())], dtype=torch.float64)
     if (tokens := int(sum_over_replicas(given, device=device).item())) > 0:
         raise NoGradientError(
-            f"{tokens} tokens of the mini-batch have an advantage, and the gradient of the adapters is exactly zero: "
-            "they do not reach the loss"
+            f"{tokens} tokens of the mini-batch have an advantage, and the gradient of the "
+            "adapters is exactly zero: they do not reach the loss"
         )
 
 
-def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int) -> LossBatch:
-    """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the current policy.
+def reselected(
+    policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int
+) -> LossBatch:
+    """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the
+    current policy.
 
-    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after
-    a rollout (``update`` 0) only. Before each later one the ranks compute the log-probs of their parts again and
-    choose together: they add up a few sums and counts, no rank sees another's tokens. A collective; random choices
-    are the same on all ranks.
+    The driver chooses tokens with the old log-probs, which are those of the current policy in the
+    first update after a rollout (``update`` 0) only. Before each later one the ranks compute the
+    log-probs of their parts again and choose together: they add up a few sums and counts, no rank
+    sees another's tokens. A collective; random choices are the same on all ranks.
     """
-    from openrlhf_ext.megatron.step.schedule import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
+    # Megatron: see ranks/actor.py
+    from openrlhf_ext.megatron.step.schedule import agreed, sum_over_replicas
 
     if update == 0 or not shaped.algorithm.needs_prepare:
         return shaped

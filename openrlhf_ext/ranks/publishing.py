@@ -1,8 +1,9 @@
 """One policy rank's part in handing the weights to the rollout engines; rank 0 calls these.
 
-The tensors leave in streams, each from the first of the ranks that hold it (`Ownership.streams`). Either these all see
-the sender's staging buffers, and every rank copies its own part of a bucket to its place; or every rank sends its part
-to that one as one message. The next bucket is put together while the one before is under way to the engines.
+The tensors leave in streams, each from the first of the ranks that hold it (`Ownership.streams`).
+Either these all see the sender's staging buffers, and every rank copies its own part of a bucket to
+its place; or every rank sends its part to that one as one message. The next bucket is put together
+while the one before is under way to the engines.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``, tokens that both sides
-    score to a ``tolerance`` in nats. ``travels``: the form in which adapters reach engines of a ``dtype``."""
+    """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``,
+    tokens that both sides score to a ``tolerance`` in nats. ``travels``: the form in which adapters
+    reach engines of a ``dtype``."""
 
     transport: str
     workers: int
@@ -50,10 +52,12 @@ class SyncSettings:
 
 
 class WeightPublisher:
-    """Sends one policy's weights by one ``plan``; every public method is a collective and raises on all ranks or
-    none."""
+    """Sends one policy's weights by one ``plan``; every public method is a collective and raises on
+    all ranks or none."""
 
-    def __init__(self, policy: MegatronPolicy, settings: SyncSettings, engines: Sequence[Any]) -> None:
+    def __init__(
+        self, policy: MegatronPolicy, settings: SyncSettings, engines: Sequence[Any]
+    ) -> None:
         from openrlhf_ext.megatron.model.hf_weights import Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
@@ -79,13 +83,16 @@ class WeightPublisher:
         self._connect(self._sender)
 
     def publish(self, version: int, trained: bool) -> SendReport | None:
-        """Replace the weights of all engines; the report on rank 0, None elsewhere. They were ``trained`` if since the
-        last update there were steps long enough to move some parameter. Raises WeightSyncMismatch: an engine does
-        not hold what was sent, or not a bit has changed although it should; EnginesAtFault; WeightSyncError: engines
-        refuse to generate until an update arrives."""
+        """Replace the weights of all engines; the report on rank 0, None elsewhere. They were
+        ``trained`` if since the last update there were steps long enough to move some parameter.
+        Raises WeightSyncMismatch: an engine does not hold what was sent, or not a bit has changed
+        although it should; EnginesAtFault; WeightSyncError: engines refuse to generate until an
+        update arrives."""
         if not self._sender.connected:
             self._connect(self._sender)
-        return self._send(self._sender, version, lambda report: self._require_change(report, version, trained))
+        return self._send(
+            self._sender, version, lambda report: self._require_change(report, version, trained)
+        )
 
     def replace_engines(self, engines: Sequence[Any]) -> None:
         """Go on with other engines, which are connected by the next `publish`."""
@@ -94,7 +101,8 @@ class WeightPublisher:
         self._sender = self._make_sender(self._engines)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
-        """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
+        """Give the present weights to these engines, and prove it; EnginesAtFault has positions
+        among all engines."""
         sender = self._make_sender([self._engines[i] for i in fresh])
         try:
             self._connect(sender)
@@ -112,21 +120,27 @@ class WeightPublisher:
         before_asking: Callable[[], None] = lambda: None,
         wake: bool = False,
     ) -> float:
-        """Compare the engines' log-probs of the probe with the policy's: `check_sync`, nats; 0 on ranks other than 0.
+        """Compare the engines' log-probs of the probe with the policy's: `check_sync`, nats; 0 on
+        ranks other than 0.
 
-        What the first call finds, when engines have the weights that they read from the disk, is the baseline of the
-        later ones (`limit_of_probe`). ``before_asking`` is called on every rank when the policy's own log-probs are
-        there; engines that sleep are woken up by ``wake``. Raises WeightSyncMismatch; EnginesAtFault with positions
-        among those asked (``which``).
+        What the first call finds, when engines have the weights that they read from the disk, is
+        the baseline of the later ones (`limit_of_probe`). ``before_asking`` is called on every rank
+        when the policy's own log-probs are there; engines that sleep are woken up by ``wake``.
+        Raises WeightSyncMismatch; EnginesAtFault with positions among those asked (``which``).
         """
         settings = self._settings
-        tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
+        tokens, tolerance, timeout_s = (
+            settings.probe,
+            settings.tolerance,
+            settings.options.timeout_s,
+        )
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
         trained, dtype = self._policy.trained, _engines_dtype(settings)
         counted = self._policy.schedule.take_count()
         with trained.as_in_engines(settings.travels, dtype, version):
             ours = self._policy.logprobs(row, temperature=1.0).logprobs_N
-        self._policy.schedule.counted = counted  # without the probe, which a run that goes on has once more
+        # without the probe, which a run that goes on has once more
+        self._policy.schedule.counted = counted
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
 
@@ -135,7 +149,9 @@ class WeightPublisher:
             if wake:
                 waking = f"waking up before {what}"
                 EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, timeout_s).finish()
-            calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, timeout_s)
+            calls = EngineCalls.start(
+                asked, "probe_logprobs", [(tokens,)] * len(asked), what, timeout_s
+            )
             limit = limit_of_probe(tolerance, self._baseline)
             found = check_sync(ours, calls.finish(), tolerance, version, limit)
             if self._baseline is None:
@@ -145,14 +161,21 @@ class WeightPublisher:
         found = self._together(compare)[0]
         return found if dist.get_rank() == 0 else 0.0
 
-    # ---- one update -------------------------------------------------------------------------------------------------
+    # ---- one update
+    # ----------------------------------------------------------------------------------------------
 
     def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
         settings = self._settings
         return WeightSender(
-            settings.transport, self.plan, self._staging, engines, settings.workers,
-            settings.options.timeout_s, self._exporter.stream, dist.get_rank() == self._exporter.root,
-        )  # fmt: skip
+            settings.transport,
+            self.plan,
+            self._staging,
+            engines,
+            settings.workers,
+            settings.options.timeout_s,
+            self._exporter.stream,
+            dist.get_rank() == self._exporter.root,
+        )
 
     def _connect(self, sender: WeightSender) -> None:
         with _closed_on_failure(sender):
@@ -160,7 +183,10 @@ class WeightPublisher:
             self._together(lambda: sender.join(link), everywhere=True)
 
     def _send(
-        self, sender: WeightSender, version: int, check: Callable[[SendReport], None] = lambda _: None
+        self,
+        sender: WeightSender,
+        version: int,
+        check: Callable[[SendReport], None] = lambda _: None,
     ) -> SendReport | None:
         with _closed_on_failure(sender):
 
@@ -186,9 +212,10 @@ class WeightPublisher:
         is_sure = self._policy.trained.shows_every_step(self._settings.travels)
         if trained and is_sure and report.sums == self._last_sums:
             raise WeightSyncMismatch(
-                f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
-                " are those of the update before to the last bit: the optimizer's values do not reach the parameters, "
-                "or the rate (actor.adam.lr) is far below the resolution of megatron.param_dtype"
+                "the policy was trained, with a learning rate and a gradient that were not "
+                f"zero, but weights {version} are those of the update before to the last bit: "
+                "the optimizer's values do not reach the parameters, or the rate "
+                "(actor.adam.lr) is far below the resolution of megatron.param_dtype"
             )
         self._last_sums = report.sums
 
@@ -202,15 +229,18 @@ class WeightPublisher:
             self._exporter.write(parts, targets)
 
     def _together(self, function: Callable[[], Any], everywhere: bool = False) -> list[Any]:
-        """What the function returns on every rank; None where it does not run. If it fails on any rank, every rank
-        raises."""
+        """What the function returns on every rank; None where it does not run. If it fails on any
+        rank, every rank raises."""
         results, errors = self._outcomes(function, everywhere)
         if (failure := _decisive(errors)) is not None:
             raise failure
         return results
 
-    def _outcomes(self, function: Callable[[], Any], everywhere: bool) -> tuple[list[Any], list[Exception | None]]:
-        """Run on rank 0, or on all: every rank's result and error. Ranks that have nothing to do do not wait in a
+    def _outcomes(
+        self, function: Callable[[], Any], everywhere: bool
+    ) -> tuple[list[Any], list[Exception | None]]:
+        """Run on rank 0, or on all: every rank's result and error. Ranks that have nothing to do do
+        not wait in a
         collective: on a GPU that would take computing time from an engine that shares it."""
         result, error = None, None
         if everywhere or dist.get_rank() == 0:
@@ -244,7 +274,10 @@ def _closed_on_failure(sender: WeightSender) -> Iterator[None]:
 def _decisive(errors: Sequence[Exception | None]) -> Exception | None:
     """The first error that is not what others see of it."""
     found = [error for error in errors if error is not None]
-    return next((error for error in found if not isinstance(error, WeightTransferFailed)), next(iter(found), None))
+    return next(
+        (error for error in found if not isinstance(error, WeightTransferFailed)),
+        next(iter(found), None),
+    )
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -1,4 +1,5 @@
-"""What one rank measures of itself: its own time in each phase, its memory, and a profile of single steps."""
+"""What one rank measures of itself: its own time in each phase, its memory, and a profile of single
+steps."""
 
 from __future__ import annotations
 
@@ -19,18 +20,31 @@ from torch.profiler import ProfilerActivity, profile
 
 from openrlhf_ext.ranks.movement import Moved
 
-# what an operation is goes by its own name and those of the operations around it; the first kind that knows one counts
+# what an operation is goes by its own name and those of the operations around it; the first kind
+# that knows one counts
 KINDS = {
     "communication": ("c10d::", "nccl", "gloo:", "record_param_comms", "_c10d_functional"),
     "optimizer": ("Optimizer.",),
     "head": ("_LinearLogprobEntropy", "_LinearTokenLoss"),
     "attention": (
-        "scaled_dot_product", "_flash_attention", "FlashAttn", "FusedAttn", "flash_attn", "UnfusedDotProduct",
+        "scaled_dot_product",
+        "_flash_attention",
+        "FlashAttn",
+        "FusedAttn",
+        "flash_attn",
+        "UnfusedDotProduct",
     ),
     "GEMM": (
-        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "_Linear", "gemm",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::matmul",
+        "aten::linear",
+        "_Linear",
+        "gemm",
     ),
-}  # fmt: skip
+}
 OTHER, IDLE = "other", "idle"
 
 
@@ -39,9 +53,12 @@ class RankReport:
     """What a rank did since its last report.
 
     Attributes:
-        seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited for other replicas.
-        memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
-        device_bytes: most that was in use on its GPU at the end of a phase, by all processes and libraries (an engine
+        seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited
+        for other replicas.
+        memory_bytes: peak since the process began: allocated device memory, or resident memory of
+        the process on CPU.
+        device_bytes: most that was in use on its GPU at the end of a phase, by all processes and
+        libraries (an engine
             that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
         moved: None if no optimizer step was made.
     """
@@ -64,9 +81,9 @@ class RankReport:
 
 
 class PhaseTimers:
-    """Adds up this rank's time by phase. All ranks leave a training step together; what differs is how long a replica
-    takes until its gradients are ready. The reduction, in which it waits for the slowest, is not counted
-    (``without``)."""
+    """Adds up this rank's time by phase. All ranks leave a training step together; what differs is
+    how long a replica takes until its gradients are ready. The reduction, in which it waits for the
+    slowest, is not counted (``without``)."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -103,7 +120,8 @@ class PhaseTimers:
 
 
 def peak_memory_bytes() -> int:
-    """Peak of this process since it began: device memory where there is a GPU, resident memory elsewhere."""
+    """Peak of this process since it began: device memory where there is a GPU, resident memory
+    elsewhere."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -161,16 +179,23 @@ class StepProfile:
         self._profiler.export_chrome_trace(str(partial))  # compressed, as its name ends in .gz
         os.replace(partial, trace)
         seconds = seconds_by_kind(self._profiler.events() or [], wall)
-        return {"wall": wall, "seconds": seconds, "host": socket.gethostname(), "trace": f"profile/{trace.name}"}
+        return {
+            "wall": wall,
+            "seconds": seconds,
+            "host": socket.gethostname(),
+            "trace": f"profile/{trace.name}",
+        }
 
 
 def seconds_by_kind(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
-    """Seconds of each kind of work, and of none (``idle``): waiting for others, Python. On a GPU the time of its
-    kernels by the operation that started them; those that run side by side count both. On CPU the time of the
-    operations themselves."""
+    """Seconds of each kind of work, and of none (``idle``): waiting for others, Python. On a GPU
+    the time of its kernels by the operation that started them; those that run side by side count
+    both. On CPU the time of the operations themselves."""
     seconds = dict.fromkeys((*KINDS, OTHER, IDLE), 0.0)
     events = list(events)
-    kernels = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA
+    )
     for event in events:
         if event.device_type == DeviceType.CPU and not event.is_async:
             own = sum(k.duration for k in event.kernels) if kernels else event.self_cpu_time_total
@@ -186,7 +211,9 @@ def kind_of(event: FunctionEvent) -> str:
     while around is not None:
         names.append(around.name)
         around = around.cpu_parent
-    return next((k for k, marks in KINDS.items() if any(m in name for name in names for m in marks)), OTHER)
+    return next(
+        (k for k, marks in KINDS.items() if any(m in name for name in names for m in marks)), OTHER
+    )
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> Iterator[float]:

@@ -1,7 +1,9 @@
-"""What a run shows as it goes: one aligned line of plain text per step, what it is doing right now, and its figure.
+"""What a run shows as it goes: one aligned line of plain text per step, what it is doing right now,
+and its figure.
 
-Two processes write to the terminal: the driver its step lines and log records, its parent the line of status. Neither
-asks the other: the status has no line end, and whatever else is written first takes it away (``line_start``).
+Two processes write to the terminal: the driver its step lines and log records, its parent the line
+of status. Neither asks the other: the status has no line end, and whatever else is written first
+takes it away (``line_start``).
 """
 
 from __future__ import annotations
@@ -84,9 +86,12 @@ class ProgressLine:
     """
 
     def __init__(
-        self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "",
+        self,
+        total_steps: int | None,
+        write: Callable[[str], Any] | None = None,
+        label: str = "",
         columns: Sequence[_Column] = COLUMNS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._columns = columns
         self.total_steps, self._label = total_steps, [label] if label else []
         self._write = write or _write_line
@@ -99,15 +104,21 @@ class ProgressLine:
             self._write("  ".join(["step".rjust(self._step_width), *titles]))
         self._lines += 1
         position = f"{step}/{'?' if self.total_steps is None else self.total_steps}"
-        cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in self._columns), *self._label]
+        cells = [
+            position.rjust(self._step_width),
+            *(column.cell(metrics) for column in self._columns),
+            *self._label,
+        ]
         self._write("  ".join(cells))
 
 
 def _write_line(line: str) -> None:
-    _write(sys.stdout, f"{line_start(sys.stdout)}{line}\n")  # in one piece: the other process may write in between
+    # in one piece: the other process may write in between
+    _write(sys.stdout, f"{line_start(sys.stdout)}{line}\n")
 
 
-# ---- the terminal ---------------------------------------------------------------------------------------------------
+# ---- the terminal
+# --------------------------------------------------------------------------------------------------
 
 _lost: list[str] = []
 
@@ -120,7 +131,8 @@ def lost_outputs() -> list[str]:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """A reader that has left, a terminal that was closed, and a full disk cost what is shown, not the run."""
+    """A reader that has left, a terminal that was closed, and a full disk cost what is shown, not
+    the run."""
     try:
         stream.write(text)
         stream.flush()
@@ -163,16 +175,20 @@ class TerminalHandler(logging.StreamHandler):
             super().handleError(record)
 
 
-# ---- what it is doing -----------------------------------------------------------------------------------------------
+# ---- what it is doing
+# -----------------------------------------------------------------------------------------------
 
 
 class RunStatus:
-    """Says what a run is doing: on a terminal in one line that is rewritten, elsewhere in a line every half minute.
+    """Says what a run is doing: on a terminal in one line that is rewritten, elsewhere in a line
+    every half minute.
 
     ``stream``: standard error by default; ``now``: monotonic clock in seconds.
     """
 
-    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream, self._now = stream or sys.stderr, now
         self._doing, self._detail, self._limit_s = "", "", math.inf
         self._step = 0
@@ -206,7 +222,8 @@ class RunStatus:
         elif now - self._shown >= (_REWRITE_S if self._is_shown else _QUIET_S):
             self._shown, self._is_shown = now, True
             width = os.get_terminal_size(self._stream.fileno()).columns or 80
-            _write(self._stream, _ERASE + redact(self.text())[: width - 1])  # a full line would wrap, and stay
+            # a full line would wrap, and stay
+            _write(self._stream, _ERASE + redact(self.text())[: width - 1])
 
     def clear(self) -> None:
         self._doing = ""
@@ -214,13 +231,15 @@ class RunStatus:
             _write(self._stream, _ERASE)
 
     def text(self) -> str:
-        """What is being done, how far it is, since when, and how long the step and the run may still take."""
+        """What is being done, how far it is, since when, and how long the step and the run may
+        still take."""
         now = self._now()
         parts = [f"{self._doing}: {duration(now - self._began)}{self._left(now)}", self._detail]
         return ", ".join(part for part in parts if part)
 
     def _left(self, now: float) -> str:
-        """Estimates by the median of the latest steps; before the first one has ended, the deadline."""
+        """Estimates by the median of the latest steps; before the first one has ended, the
+        deadline."""
         if not self._step_seconds:
             return f" of at most {duration(self._limit_s)}" if math.isfinite(self._limit_s) else ""
         if self._steps is None or self._step >= self._steps:
@@ -228,7 +247,9 @@ class RunStatus:
         typical, spent = statistics.median(self._step_seconds), now - self._step_ended
         more = (self._steps - self._step - 1) * typical
         of_step = max(typical - spent, 0.0)
-        return f" (left: about {duration(of_step)} of the step, {duration(of_step + more)} of the run)"
+        return (
+            f" (left: about {duration(of_step)} of the step, {duration(of_step + more)} of the run)"
+        )
 
 
 def duration(seconds: float) -> str:
@@ -241,7 +262,8 @@ def duration(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in parts if number)
 
 
-# ---- the figure -----------------------------------------------------------------------------------------------------
+# ---- the figure
+# --------------------------------------------------------------------------------------------------
 
 Panel = tuple[str, str | None, str, str]
 """Name of the training metric, of the held-out one, title, unit."""
@@ -272,24 +294,31 @@ def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
 def write_figure(
     metrics_path: str | Path, out_png: str | Path, title: str = "", panels: Sequence[Panel] = PANELS
 ) -> None:
-    """Draws a metrics file as a 2 x 2 figure. The image is replaced atomically. Uses no global state of matplotlib.
+    """Draws a metrics file as a 2 x 2 figure. The image is replaced atomically. Uses no global
+    state of matplotlib.
 
     Takes some tenths of a second, the first call one second more for importing matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = {"step", *(f"{name}{end}" for panel in panels for name in panel[:2] for end in ("", "_stderr"))}
+    shown = {
+        "step",
+        *(f"{name}{end}" for panel in panels for name in panel[:2] for end in ("", "_stderr")),
+    }
     records = read_metrics(metrics_path, shown)
     figure = Figure(figsize=(10, 7), layout="constrained")
-    for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    for axes, (train, held_out, panel_title, unit) in zip(
+        figure.subplots(2, 2).flat, panels, strict=True
+    ):
         _draw(axes, records, train, held_out)
         axes.set(title=panel_title, xlabel="step", ylabel=unit)
     figure.suptitle(title)
     with in_one_piece(Path(out_png)) as partial:
         FigureCanvasAgg(figure).print_png(partial)
-    # A figure is a cycle of some 10,000 objects: left to the collector's own time they are spread over a heap that
-    # grows with the steps of the run, and glibc keeps the holes (benchmarks/results/soak_cpu.json).
+    # A figure is a cycle of some 10,000 objects: left to the collector's own time they are spread
+    # over a heap that grows with the steps of the run, and glibc keeps the holes
+    # (benchmarks/results/soak_cpu.json).
     figure.clear()
     del figure, axes
     gc.collect()
@@ -301,12 +330,26 @@ def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -
     window = smoothing_window(len(values))
     axes.plot(steps, values, color=COLORS[0], alpha=0.35 if window > 1 else 1.0, label="train")
     if window > 1:
-        axes.plot(steps, moving_mean(values, window), color=COLORS[0], label=f"train, mean of {window} steps")
+        axes.plot(
+            steps,
+            moving_mean(values, window),
+            color=COLORS[0],
+            label=f"train, mean of {window} steps",
+        )
     if held_out is not None and (points := _series(records, held_out))[0]:
         errors = _series(records, f"{held_out}_stderr")[1]
         known = errors if len(errors) == len(points[0]) else None
         label = "held out, ± standard error" if known else "held out"
-        axes.errorbar(*points, yerr=known, color=COLORS[1], marker="o", markersize=4, capsize=2, ls="--", label=label)
+        axes.errorbar(
+            *points,
+            yerr=known,
+            color=COLORS[1],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            ls="--",
+            label=label,
+        )
     plain(axes)
     axes.legend(loc="best", fontsize="small", frameon=False)
     axes.locator_params(axis="x", integer=True)

@@ -1,4 +1,5 @@
-"""The starts of a run: a run that goes on with other options has trained with those of each start."""
+"""The starts of a run: a run that goes on with other options has trained with those of each
+start."""
 
 from __future__ import annotations
 
@@ -19,16 +20,22 @@ class Start:
 
     @property
     def steps(self) -> str:
-        return f"steps {self.begun + 1} to {self.ended}" if self.ended is not None else f"from step {self.begun + 1}"
+        return (
+            f"steps {self.begun + 1} to {self.ended}"
+            if self.ended is not None
+            else f"from step {self.begun + 1}"
+        )
 
 
 def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
-    """Those whose steps are in the run, in order; consecutive ones with the same options are one. ``events``: lines of
-    events.jsonl."""
+    """Those whose steps are in the run, in order; consecutive ones with the same options are one.
+    ``events``: lines of events.jsonl."""
     starts: list[Start] = []
     for event in events:
         if event.get("event") == "start":
-            options = {name: value for name, value in event.get("options", {}).items() if name != _SAME_RUN}
+            options = {
+                name: value for name, value in event.get("options", {}).items() if name != _SAME_RUN
+            }
             starts.append(Start(event.get("resume_step", 0), options))
         elif event.get("event") == "resumed" and starts:
             # an older checkpoint, where the newest was damaged

@@ -1,7 +1,7 @@
 """Final answers of mathematical completions and labels: find them, read them, compare them.
 
-An answer is read as a number with or without a unit, as a list of answers in brackets, or, if it is neither, as a
-text. Numbers are compared exactly, as fractions. Symbolic equality is not attempted.
+An answer is read as a number with or without a unit, as a list of answers in brackets, or, if it is
+neither, as a text. Numbers are compared exactly, as fractions. Symbolic equality is not attempted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ _LINE_CHARACTERS = 300
 Stated = Literal["any", "tagged", "line"]
 """Where a completion states its answer."""
 _HASHES = re.compile(r"####[ \t]*(.+)")
-_LONGEST_READ = 1000  # characters; longer ones are no answers, and Python refuses to convert much longer numbers
+# characters; longer ones are no answers, and Python refuses to convert much longer numbers
+_LONGEST_READ = 1000
 _BOXED = "\\boxed{"
 
 # ---- how numbers are written, in the order in which they are tried ----
-_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d*)?|\.\d+)"  # groups of three, no blank behind a comma
+# groups of three, no blank behind a comma
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d*)?|\.\d+)"
 _PART = rf"[+-]? ?{_DECIMAL}"
 _TEN = r"(?:[eE]| ?(?:\\times|\\cdot|x|\*) ?10 ?\^) ?{?([+-]?\d{1,3})}?"
 _MIXED = re.compile(r"(\d+)(?: ?\\frac{(\d+)}{(\d+)}| (\d+) ?/ ?(\d+))")
@@ -56,8 +58,12 @@ _DRESSING = (
     (re.compile(r" +"), " "),
 )  # fmt: skip
 _SIGNS = dict.fromkeys(map(ord, "−–‐‑‒﹣－"), "-") | {
-    ord("×"): "\\times ", ord("·"): "\\cdot ", ord("π"): "\\pi ", ord("∞"): "\\infty ", ord("⁄"): "/",
-}  # fmt: skip
+    ord("×"): "\\times ",
+    ord("·"): "\\cdot ",
+    ord("π"): "\\pi ",
+    ord("∞"): "\\infty ",
+    ord("⁄"): "/",
+}
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _BLANKS = re.compile(r"(?<!\d) | (?!\.?\d)")  # all but those that keep two numbers apart
 _GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
@@ -68,9 +74,11 @@ _MEASURES = {
     "money": "dollar,dollars,usd,$=1 cent,cents,¢=1/100", "euro": "euro,euros,eur,€=1",
     "pound": "£=1", "yen": "yen,¥=1",
     "length": "m,meter,meters,metre,metres=1 cm,centimeter,centimeters,centimetre,centimetres=1/100 "
-    "mm,millimeter,millimeters,millimetre,millimetres=1/1000 km,kilometer,kilometers,kilometre,kilometres=1000 "
-    "inch,inches=254/10000 foot,feet,ft=3048/10000 yard,yards,yd=9144/10000 mile,miles=1609344/1000",
-    "time": "second,seconds,sec,s=1 minute,minutes,min=60 hour,hours,hr,h=3600 day,days=86400 week,weeks=604800",
+    "mm,millimeter,millimeters,millimetre,millimetres=1/1000 "
+    "km,kilometer,kilometers,kilometre,kilometres=1000 inch,inches=254/10000 "
+    "foot,feet,ft=3048/10000 yard,yards,yd=9144/10000 mile,miles=1609344/1000",
+    "time": "second,seconds,sec,s=1 minute,minutes,min=60 hour,hours,hr,h=3600 day,days=86400 "
+        "week,weeks=604800",
     "months": "month,months=1 year,years=12",
     "mass": "gram,grams,g=1 kg,kilogram,kilograms=1000", "weight": "ounce,ounces,oz=1 pound,pounds,lb,lbs=16",
     "ton": "ton,tons=1", "volume": "liter,liters,litre,litres,l=1 ml,milliliter,milliliters=1/1000",
@@ -85,15 +93,24 @@ _UNITS = {
 }
 _UNIT = re.compile(
     r"(?:(?P<before>square|sq\.?|cubic) )?(?P<unit>[a-z%$€£¥¢]+)(?: ?\^ ?{?(?P<power>[23])}?)?"
-    r"(?: ?(?:per|/) ?(?P<per>[a-z]+))?[ .]*", re.IGNORECASE,
-)  # fmt: skip
-_TENS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+    r"(?: ?(?:per|/) ?(?P<per>[a-z]+))?[ .]*",
+    re.IGNORECASE,
+)
+_TENS = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _SCALE = re.compile(rf"(?i) ?\b({'|'.join(_TENS)})s?\b")
 _MARK = re.compile(
     r"\d ?_ ?{?\w+|\d +\.?\d|^-?[\d.]+[a-zA-Z]$|degrees ?[a-zA-Z]\b|\d ?['\"′″’”]+|"
     r"\d+/\d+/\d+|\d{4}-\d\d-\d\d|\b\d{3}-\d{4}\b"
 )
-"""What math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for 62, a date for a number."""
+"""What math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for 62, a
+date for a number."""
 _WORD = re.compile(
     r"\\text\w*\s*{[^{}]*}|"
     r"\b(?:[ap]\.?m\.?|north|south|east|west|and|or|no|on|left|right|up|down|odd|even)(?![a-z])",
@@ -105,7 +122,8 @@ _SHORTEST_WORD = 3  # letters; fewer may be a product
 
 
 class Quantity(NamedTuple):
-    """A number, the dimension of its unit ("" without one, "%" of per cent), and the size of the unit."""
+    """A number, the dimension of its unit ("" without one, "%" of per cent), and the size of the
+    unit."""
 
     value: Fraction
     dimension: str = ""
@@ -124,7 +142,8 @@ Read = Quantity | Several | str
 
 
 def label_text(label: Any) -> str:
-    """A label of any type that JSON and CSV have as a text: 4, 4.0, "4" and ["4"] are the same label.
+    """A label of any type that JSON and CSV have as a text: 4, 4.0, "4" and ["4"] are the same
+    label.
 
     Raises ValueError: a map, a list of other than one entry, null, or a number that is not finite.
     """
@@ -140,15 +159,17 @@ def label_text(label: Any) -> str:
         case [only]:
             return label_text(only)
     raise ValueError(
-        f"a label must be a text, a number, true or false, or a list of one of them, got {label!r:.80} "
-        "(--data.label_key): change the data, or read it in a reward function of your own"
+        "a label must be a text, a number, true or false, or a list of one of them, got "
+        f"{label!r:.80} (--data.label_key): change the data, or read it in a reward function of "
+        "your own"
     )
 
 
 def extract_answer(text: str) -> str | None:
     """The final answer stated in a text, or ``None``.
 
-    Looks, in this order, for the last ``<answer>...</answer>``, the last ``\\boxed{...}`` and the last ``#### ...``.
+    Looks, in this order, for the last ``<answer>...</answer>``, the last ``\\boxed{...}`` and the
+    last ``#### ...``.
     """
     if tagged := _TAG.findall(text):
         return _nonempty(tagged[-1])
@@ -160,9 +181,9 @@ def extract_answer(text: str) -> str | None:
 
 
 def answer_alone(text: str, where: Stated) -> str:
-    """A completion's answer as ``<answer>...</answer>``, "" if it states none there; the completion itself if it may
-    stand anywhere. ``tagged``: in the last ``<answer>``. ``line``: behind the last ``Answer:``, see
-    :func:`answer_line`."""
+    """A completion's answer as ``<answer>...</answer>``, "" if it states none there; the completion
+    itself if it may stand anywhere. ``tagged``: in the last ``<answer>``. ``line``: behind the last
+    ``Answer:``, see :func:`answer_line`."""
     if where == "any":
         return text
     tagged = _TAG.findall(text)
@@ -171,8 +192,8 @@ def answer_alone(text: str, where: Stated) -> str:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` in the last 300 characters, up to the end of its line, as verl's ``math_dapo``
-    looks for it; of a boxed answer, what is in the box."""
+    """What follows the last ``Answer:`` in the last 300 characters, up to the end of its line, as
+    verl's ``math_dapo`` looks for it; of a boxed answer, what is in the box."""
     found = _LINE.findall(text[-_LINE_CHARACTERS:])
     if not found:
         return None
@@ -181,26 +202,31 @@ def answer_line(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in a text, a fraction or a mixed number as a whole, without its currency sign."""
+    """The last number written in a text, a fraction or a mixed number as a whole, without its
+    currency sign."""
     found = [match[0] for match in _IN_TEXT.finditer(_undressed(text))]
     return re.sub("[$€£¥]", "", found[-1]).rstrip(".") if found else None
 
 
 def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[bool, str] | None]:
-    """What each completion of a problem votes for, by text alone: None = it states no answer. All correct ones vote for
-    one answer, since each equals the label; wrong ones for their :func:`normalized` text."""
+    """What each completion of a problem votes for, by text alone: None = it states no answer. All
+    correct ones vote for one answer, since each equals the label; wrong ones for their
+    :func:`normalized` text."""
     votes: list[tuple[bool, str] | None] = []
     for text, is_correct in zip(texts, correct, strict=True):
         answer = extract_answer(text)
-        votes.append(None if answer is None else (is_correct, "" if is_correct else normalized(answer)))
+        votes.append(
+            None if answer is None else (is_correct, "" if is_correct else normalized(answer))
+        )
     return votes
 
 
 def answers_equal(first: str, second: str) -> bool:
     """Whether two answers are the same number, the same list, or the same text.
 
-    A number without a unit equals the same number with one: labels often leave it out. Units of one dimension are
-    converted. 50 % equals 50, as a question for a percentage has it, and 1/2. Sets have no order; other lists have.
+    A number without a unit equals the same number with one: labels often leave it out. Units of one
+    dimension are converted. 50 % equals 50, as a question for a percentage has it, and 1/2. Sets
+    have no order; other lists have.
     """
     return _same(_read(first), _read(second))
 
@@ -211,18 +237,31 @@ def is_number(answer: str) -> bool:
 
 
 def surely_different(first: str, second: str) -> bool:
-    """Whether two answers that are not equal need no symbolic comparison, or would be taken for equal by it: numbers
-    that differ, words, lists of other numbers, a number and a list, other brackets, a word for a power of ten or a base
-    in one."""
+    """Whether two answers that are not equal need no symbolic comparison, or would be taken for
+    equal by it: numbers that differ, words, lists of other numbers, a number and a list, other
+    brackets, a word for a power of ten or a base in one."""
     if max(len(first), len(second)) > _LONGEST_READ:
         return True
     left, right = _read(first), _read(second)
     if isinstance(left, str) or isinstance(right, str):
-        scales, marks = ([sorted(found.findall(_undressed(a))) for a in (first, second)] for found in (_SCALE, _MARK))
-        words = [{_squeezed_word(found[0]) for found in _WORD.finditer(a)} - {""} for a in (first, second)]
-        if all(isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha() for read in (left, right)):
+        scales, marks = (
+            [sorted(found.findall(_undressed(a))) for a in (first, second)]
+            for found in (_SCALE, _MARK)
+        )
+        words = [
+            {_squeezed_word(found[0]) for found in _WORD.finditer(a)} - {""}
+            for a in (first, second)
+        ]
+        if all(
+            isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha()
+            for read in (left, right)
+        ):
             return True  # not the product of its letters
-        return scales[0] != scales[1] or marks[0] != marks[1] or bool(words[0] and words[1] and words[0] != words[1])
+        return (
+            scales[0] != scales[1]
+            or marks[0] != marks[1]
+            or bool(words[0] and words[1] and words[0] != words[1])
+        )
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         return not _same(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
@@ -240,13 +279,14 @@ def _squeezed_word(found: str) -> str:
 
 
 def normalized(answer: str) -> str:
-    """An answer as a text that is the same for equal numbers, without units, signs of money and per cent, and LaTeX
-    dressing."""
+    """An answer as a text that is the same for equal numbers, without units, signs of money and per
+    cent, and LaTeX dressing."""
     return _written(_read(answer))
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` of a text; ``None`` without one, or if it is not closed."""
+    """What stands in the last ``\\boxed{...}`` of a text; ``None`` without one, or if it is not
+    closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -265,9 +305,14 @@ def _nonempty(text: str) -> str | None:
 def _same(left: Read, right: Read) -> bool:
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         if left.dimension and right.dimension:
-            return (left.dimension, left.value * left.size) == (right.dimension, right.value * right.size)
+            return (left.dimension, left.value * left.size) == (
+                right.dimension,
+                right.value * right.size,
+            )
         percent, other = (left, right) if left.dimension == "%" else (right, left)
-        return percent.value == other.value or (percent.dimension == "%" and percent.value == 100 * other.value)
+        return percent.value == other.value or (
+            percent.dimension == "%" and percent.value == 100 * other.value
+        )
     if isinstance(left, Several) and isinstance(right, Several):
         mine, theirs = _entries(left), _entries(right)
         if (left.opening, left.closing, len(mine)) != (right.opening, right.closing, len(theirs)):
@@ -280,7 +325,9 @@ def _entries(several: Several) -> Sequence[Read]:
     """A set's in an order of their own, each once."""
     if several.opening != "{":
         return several.entries
-    return [entry for _, entry in sorted({_written(entry): entry for entry in several.entries}.items())]
+    return [
+        entry for _, entry in sorted({_written(entry): entry for entry in several.entries}.items())
+    ]
 
 
 def _written(read: Read) -> str:
@@ -324,14 +371,21 @@ def _in_ascii(text: str) -> str:
 
 
 def _character(character: str) -> str:
-    """Full width digits and signs as plain ones, a fraction as two numbers, nothing for what cannot be seen."""
+    """Full width digits and signs as plain ones, a fraction as two numbers, nothing for what cannot
+    be seen."""
     kind = unicodedata.decomposition(character).partition(" ")[0]
     if kind == "<fraction>":
         return " " + unicodedata.normalize("NFKC", character)
     if kind in ("<wide>", "<font>"):
         return unicodedata.normalize("NFKC", character)
     digit = unicodedata.decimal(character, None)
-    return "" if unicodedata.category(character) == "Cf" else character if digit is None else str(digit)
+    return (
+        ""
+        if unicodedata.category(character) == "Cf"
+        else character
+        if digit is None
+        else str(digit)
+    )
 
 
 def _read_plain(text: str, depth: int) -> Read:
@@ -344,15 +398,24 @@ def _read_plain(text: str, depth: int) -> Read:
     if depth < _DEEPEST and opening + closing == "()" and len(parts) == 1:
         return _read_plain(inside.strip(), depth + 1)
     if depth < _DEEPEST and (opening or len(parts) > 1):
-        return Several(opening, tuple(_read_plain(part.strip(), depth + 1) for part in parts), closing)
+        return Several(
+            opening, tuple(_read_plain(part.strip(), depth + 1) for part in parts), closing
+        )
     text = _BLANKS.sub("", text).rstrip(".")
     return text.casefold() if len(text) > 1 and text.isalpha() else text
 
 
 def _without_brackets(text: str) -> tuple[str, str, str]:
-    """The brackets around the whole text and what is in them; "" for brackets that are not there."""
+    """The brackets around the whole text and what is in them; "" for brackets that are not
+    there."""
     depths = [*_depths(text)]
-    around = bool(depths) and text[0] in "([{" and text[-1] in ")]}" and depths[-1] == 0 and 0 not in depths[:-1]
+    around = (
+        bool(depths)
+        and text[0] in "([{"
+        and text[-1] in ")]}"
+        and depths[-1] == 0
+        and 0 not in depths[:-1]
+    )
     return (text[0], text[1:-1], text[-1]) if around else ("", text, "")
 
 
@@ -367,7 +430,10 @@ def _depths(text: str) -> Iterator[int]:
 def _split(text: str) -> list[str]:
     """The parts between the commas that stand in no brackets."""
     commas = [at for at, depth in enumerate(_depths(text)) if depth == 0 and text[at] == ","]
-    return [text[start:stop] for start, stop in zip([0, *(at + 1 for at in commas)], [*commas, len(text)], strict=True)]
+    return [
+        text[start:stop]
+        for start, stop in zip([0, *(at + 1 for at in commas)], [*commas, len(text)], strict=True)
+    ]
 
 
 def _quantity(text: str) -> Quantity | None:
@@ -381,12 +447,17 @@ def _quantity(text: str) -> Quantity | None:
             continue
         if (unit := _unit(text[found.end() :], money)) is not None:
             value = _value(written, [part for part in found.groups() if part is not None])
-            return None if value is None else Quantity(value * unit[0] * (-1 if "-" in sign + inner else 1), *unit[1:])
+            return (
+                None
+                if value is None
+                else Quantity(value * unit[0] * (-1 if "-" in sign + inner else 1), *unit[1:])
+            )
     return None
 
 
 def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
-    """None: a denominator is zero, or a whole number stands before a fraction that is not proper."""
+    """None: a denominator is zero, or a whole number stands before a fraction that is not
+    proper."""
     first, *others = (Fraction(part.replace(",", "").replace(" ", "")) for part in parts)
     if written is _MIXED:
         return first + others[0] / others[1] if others[0] < others[1] else None
@@ -396,7 +467,8 @@ def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
 
 
 def _unit(text: str, money: str) -> tuple[Fraction, str, Fraction] | None:
-    """What a number is to be multiplied by, dimension and size of its unit; None for what is no unit."""
+    """What a number is to be multiplied by, dimension and size of its unit; None for what is no
+    unit."""
     scale, blank = Fraction(1), text.startswith(" ")
     while found := _SCALE.match(text):
         scale, text = scale * _TENS[found[1].lower()], text[found.end() :]

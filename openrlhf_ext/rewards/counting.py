@@ -1,4 +1,5 @@
-"""How many samples solve a problem: pass@k and maj@k, for evaluations in a run and of checkpoints alike."""
+"""How many samples solve a problem: pass@k and maj@k, for evaluations in a run and of checkpoints
+alike."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ def powers_of_two(most: int) -> list[int]:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of ``k`` samples is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1).
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., Evaluating Large Language Models Trained on Code,
+    2021, eq. 1).
     """
     if samples < 1 or not 0 <= correct <= samples:
-        raise ValueError(f"need 0 <= successes <= samples and at least one sample, got {correct} of {samples}")
+        raise ValueError(
+            f"need 0 <= successes <= samples and at least one sample, got {correct} of {samples}"
+        )
     _require_k(k, samples)
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
@@ -44,8 +48,8 @@ def passes_at_k(right: Sequence[Sequence[bool]], ks: Sequence[int]) -> dict[int,
 def majorities(
     problems: Sequence[Sequence[tuple[Hashable | None, bool]]], ks: Sequence[int]
 ) -> dict[int, list[tuple[float, float]]]:
-    """maj@k of each problem and its ties for every k, see :meth:`Votes.count`; none at all where no completion of any
-    problem states an answer: there was no vote, and 0 would be a result."""
+    """maj@k of each problem and its ties for every k, see :meth:`Votes.count`; none at all where no
+    completion of any problem states an answer: there was no vote, and 0 would be a result."""
     if all(answer is None for votes in problems for answer, _ in votes):
         return {}
     return {k: list(map(Votes(len(problems[0]), k).count, problems)) for k in ks}
@@ -54,9 +58,10 @@ def majorities(
 class Votes:
     """Votes of ``k`` of a problem's samples: the chance that the most frequent answer is correct.
 
-    Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. Several answers that lead
-    together are drawn from with equal chances, so that a subset counts by the share of them that is correct (the papers
-    state no rule for ties). A sample without an answer has no vote; a subset without any vote is wrong.
+    Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more.
+    Several answers that lead together are drawn from with equal chances, so that a subset counts by
+    the share of them that is correct (the papers state no rule for ties). A sample without an
+    answer has no vote; a subset without any vote is wrong.
     """
 
     def __init__(self, samples: int, k: int, seed: int = 0) -> None:
@@ -77,8 +82,12 @@ class Votes:
         answers = list(dict.fromkeys(answer for answer, _ in votes if answer is not None))
         if not answers:
             return 0.0, 0.0
-        belongs_SA = np.array([[answer == one for one in answers] for answer, _ in votes], dtype=np.float32)
-        correct_A = belongs_SA.T @ np.array([is_correct for _, is_correct in votes], dtype=np.float32) > 0
+        belongs_SA = np.array(
+            [[answer == one for one in answers] for answer, _ in votes], dtype=np.float32
+        )
+        correct_A = (
+            belongs_SA.T @ np.array([is_correct for _, is_correct in votes], dtype=np.float32) > 0
+        )
         counts_DA = self._subsets_DS @ belongs_SA
         most_D = counts_DA.max(axis=1, keepdims=True)
         leads_DA = (counts_DA == most_D) & (most_D > 0)

@@ -43,12 +43,15 @@ _LARGEST_BODY = 4 << 20  # bytes; an answer is a number or a few
 class HttpReward:
     """Grades samples on reward servers, one request per sample, servers taken in turn.
 
-    A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered by the dict a
-    reward function returns. Requests that time out, cannot connect or are answered 5xx, 408, 425 or 429 go to the
-    next server after a pause that doubles. Bound to the event loop that first grades with it.
+    A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered
+    by the dict a reward function returns. Requests that time out, cannot connect or are answered
+    5xx, 408, 425 or 429 go to the next server after a pause that doubles. Bound to the event loop
+    that first grades with it.
     """
 
-    def __init__(self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5) -> None:
+    def __init__(
+        self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5
+    ) -> None:
         self._urls = cycle(urls)
         self._timeout_s = timeout_s
         self._retries = retries
@@ -62,7 +65,8 @@ class HttpReward:
     async def grade(
         self, query: str, prompt: str, label: Any, completion: str | None = None, *_: object
     ) -> RewardResult:
-        """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardError."""
+        """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises
+        RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = json.dumps({"query": [query], "prompts": [prompt], "labels": [label]}).encode()
         for attempt in range(self._retries + 1):
@@ -71,7 +75,9 @@ class HttpReward:
                 return await self._request(url, payload, sample)
             except Failure as failure:
                 if attempt == self._retries:
-                    raise failure.kind(f"{failure} (request {attempt + 1}, the last)", *sample) from failure
+                    raise failure.kind(
+                        f"{failure} (request {attempt + 1}, the last)", *sample
+                    ) from failure
                 logger.warning("%s (request %d of %d)", failure, attempt + 1, self._retries + 1)
             await asyncio.sleep(self._pause_s * 2**attempt)
         raise AssertionError("unreachable: the last request returned or raised")
@@ -81,10 +87,14 @@ class HttpReward:
         if self._session is not None:
             await self._session.close()
 
-    async def _request(self, url: str, payload: bytes, sample: tuple[str, str, Any]) -> RewardResult:
+    async def _request(
+        self, url: str, payload: bytes, sample: tuple[str, str, Any]
+    ) -> RewardResult:
         started, shown, session = time.perf_counter(), redact(url), self._open_session()
         try:
-            async with session.post(url, data=payload, headers={"Content-Type": "application/json"}) as response:
+            async with session.post(
+                url, data=payload, headers={"Content-Type": "application/json"}
+            ) as response:
                 body = await _body(response)
             _check_status(response, body, shown, sample)
             if len(body) > _LARGEST_BODY:
@@ -94,19 +104,28 @@ class HttpReward:
         except (RewardError, Failure):
             raise
         except TimeoutError:
-            message = f"reward server {shown} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
+            message = (
+                f"reward server {shown} did not answer within {self._timeout_s:g} s "
+                "(--reward.timeout_s)"
+            )
             raise Failure(RewardTimeout, message) from None
         except aiohttp.ClientError as error:
             message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
-            raise Failure(RewardServerError, message) from None  # its own text may have the whole address
-        except Exception as error:  # nesting raises RecursionError, a charset LookupError: a server may send anything
-            raise RewardInvalid(f"reward server {shown} gave no reward as JSON: {error}", *sample) from error
+            # its own text may have the whole address
+            raise Failure(RewardServerError, message) from None
+        # nesting raises RecursionError, a charset LookupError: a server may send anything
+        except Exception as error:
+            raise RewardInvalid(
+                f"reward server {shown} gave no reward as JSON: {error}", *sample
+            ) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise RewardPoolClosed("the connections to the reward servers are closed")
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s)
+            )
         return self._session
 
 
@@ -118,7 +137,9 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         return end.partial
 
 
-def _check_status(response: aiohttp.ClientResponse, body: bytes, url: str, sample: tuple[str, str, Any]) -> None:
+def _check_status(
+    response: aiohttp.ClientResponse, body: bytes, url: str, sample: tuple[str, str, Any]
+) -> None:
     if response.status < 400:
         return
     said = body.decode(errors="replace")[:_BODY_SHOWN]
@@ -129,8 +150,9 @@ def _check_status(response: aiohttp.ClientResponse, body: bytes, url: str, sampl
 
 
 class GradedExecutor:
-    """What every sample leaves with: a finite reward. One that cannot be graded gets ``failures.failure_value``, score
-    0 and ``extra_logs["reward_failed"] = 1``, until the policy stops the run."""
+    """What every sample leaves with: a finite reward. One that cannot be graded gets
+    ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``, until the policy
+    stops the run."""
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
@@ -149,12 +171,15 @@ class GradedExecutor:
         except RewardError as error:
             self._failures.tolerate(error)
             return RewardResult(self._failures.failure_value, 0.0, {FAILED_KEY: 1.0})
-        return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
+        return RewardResult(
+            result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds
+        )
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`; without one it
-    leaves without a grade, for a reward model to score with its batch."""
+    """One completion of the prompt, graded through a :class:`Grader` under a
+    :class:`FailurePolicy`; without one it leaves without a grade, for a reward model to score with
+    its batch."""
 
     def __init__(self, grader: Grader | None, failures: FailurePolicy) -> None:
         super().__init__(failures)
@@ -163,7 +188,8 @@ class GradedSingleTurnExecutor(GradedExecutor):
             grader.start()
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
-        """See :class:`GradedExecutor`; a prompt that leaves no room is cut from the left, as OpenRLHF does it."""
+        """See :class:`GradedExecutor`; a prompt that leaves no room is cut from the left, as
+        OpenRLHF does it."""
         ids = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
         sampling = request.sampling
         room = sampling.max_new_tokens or max(1, sampling.max_len - len(ids))
@@ -171,11 +197,17 @@ class GradedSingleTurnExecutor(GradedExecutor):
         # log-probs of the sampled tokens alone, as one flat list
         asked = {"max_tokens": room, "detokenize": False, "logprobs": 0, "flat_logprobs": True}
         params = [
-            engine.sampling_params(sampling, seed=request.seed_of(sample), **asked) for sample in range(request.samples)
+            engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
+            for sample in range(request.samples)
         ]
         group = Group(request.samples)
-        graded = [partial(self._grade, request, group, sample, tokenizer) for sample in range(request.samples)]
-        responses = [*map(asyncio.ensure_future, map(partial(self._respond, ids, engine), params, graded))]
+        graded = [
+            partial(self._grade, request, group, sample, tokenizer)
+            for sample in range(request.samples)
+        ]
+        responses = [
+            *map(asyncio.ensure_future, map(partial(self._respond, ids, engine), params, graded))
+        ]
         try:
             return await asyncio.gather(*responses)
         finally:
@@ -183,7 +215,11 @@ class GradedSingleTurnExecutor(GradedExecutor):
                 response.cancel()
 
     async def _respond(
-        self, ids: list[int], engine: Any, params: Any, grade_of: Callable[..., Awaitable[RewardResult | None]]
+        self,
+        ids: list[int],
+        engine: Any,
+        params: Any,
+        grade_of: Callable[..., Awaitable[RewardResult | None]],
     ) -> Response:
         completion = (await engine.generate(ids, params)).outputs[0]
         tokens = [*ids, *completion.token_ids]
@@ -193,25 +229,37 @@ class GradedSingleTurnExecutor(GradedExecutor):
             tokens_S=np.array(tokens, dtype=np.int32),
             logprobs_T=np.array(completion.logprobs.logprobs, dtype=np.float32),
             actions=((start, len(tokens)),),
-            versions=tuple((version, start + a, start + b) for version, a, b in completion.weight_versions),
+            versions=tuple(
+                (version, start + a, start + b) for version, a, b in completion.weight_versions
+            ),
             reward=None if grade is None else grade.reward,
             score=None if grade is None else grade.score,
             truncated=completion.finish_reason == "length",
             extra_logs={} if grade is None else grade.extra_logs,
             # where the engine tells entropies, they stand in the place of ranks (worker_extension)
-            entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32) if engine.tells_entropies else None,
+            entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32)
+            if engine.tells_entropies
+            else None,
             experts_RLK=completion.routed_experts,
         )
         return made if grade is None else made.signed()
 
     async def _grade(
-        self, request: GroupRequest, group: Group, sample: int, tokenizer: Any, tokens: list[int], completion: Any
+        self,
+        request: GroupRequest,
+        group: Group,
+        sample: int,
+        tokenizer: Any,
+        tokens: list[int],
+        completion: Any,
     ) -> RewardResult | None:
         if self._grader is None:
             return None
         query = tokenizer.decode(tokens, skip_special_tokens=False)
         text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
-        return await self._settle(self._grader.grade(query, request.prompt, request.label, text, group, sample))
+        return await self._settle(
+            self._grader.grade(query, request.prompt, request.label, text, group, sample)
+        )
 
     async def aclose(self) -> None:
         if self._grader is not None:
@@ -219,13 +267,15 @@ class GradedSingleTurnExecutor(GradedExecutor):
 
 
 def _without_end(completion: Any) -> list[int]:
-    """The tokens of vLLM's completion but the one that ended it: the model's own end of text, or another stop token."""
+    """The tokens of vLLM's completion but the one that ended it: the model's own end of text, or
+    another stop token."""
     by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
     return list(completion.token_ids)[: -1 if by_token else None]
 
 
 class SeveralGraders:
-    """The executors of graders by their name, of which a request names one (``GroupRequest.grader``)."""
+    """The executors of graders by their name, of which a request names one
+    (``GroupRequest.grader``)."""
 
     def __init__(self, executors: Mapping[str | None, GradedSingleTurnExecutor]) -> None:
         self._executors = executors
@@ -235,15 +285,18 @@ class SeveralGraders:
         return await self._executors[request.grader].respond(request, tokenizer, engine)
 
     def take_failures(self) -> list[str]:
-        return [message for executor in self._executors.values() for message in executor.take_failures()]
+        return [
+            message for executor in self._executors.values() for message in executor.take_failures()
+        ]
 
     async def aclose(self) -> None:
         await asyncio.gather(*(executor.aclose() for executor in self._executors.values()))
 
 
 def make_executor(options: Reward, more: Iterable[str] = ()) -> Callable[[], Any]:
-    """A picklable factory that builds the executor inside the rollout engine's process; without ``reward.remote_url``
-    one that does not grade. ``more``: graders beside it, which requests name."""
+    """A picklable factory that builds the executor inside the rollout engine's process; without
+    ``reward.remote_url`` one that does not grade. ``more``: graders beside it, which requests
+    name."""
     graders: dict[str | None, Reward] = {None: options}
     graders |= {address: options.model_copy(update={"remote_url": address}) for address in more}
     return partial(_build, graders)
@@ -257,16 +310,18 @@ def open_grader(options: Reward) -> Grader:
     if len(addresses) == 1 and addresses[0].endswith(".py"):
         return RewardPool(options)
     raise ValueError(
-        "--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got "
-        f"{redacted(addresses)}"
+        "--reward.remote_url must be one Python file (.py) or http(s) addresses separated by "
+        f"commas, got {redacted(addresses)}"
     )
 
 
 def _build(graders: Mapping[str | None, Reward]) -> SeveralGraders:
-    return SeveralGraders({
-        name: GradedSingleTurnExecutor(
-            None if options.remote_url is None else open_grader(options),
-            FailurePolicy(options.max_failures, options.failure_value),
-        )
-        for name, options in graders.items()
-    })  # fmt: skip
+    return SeveralGraders(
+        {
+            name: GradedSingleTurnExecutor(
+                None if options.remote_url is None else open_grader(options),
+                FailurePolicy(options.max_failures, options.failure_value),
+            )
+            for name, options in graders.items()
+        }
+    )

@@ -1,8 +1,9 @@
-"""Grades of completions: what grades them, how a reward function's answer becomes one, and what can go wrong.
+"""Grades of completions: what grades them, how a reward function's answer becomes one, and what can
+go wrong.
 
-``RewardError`` and its subclasses concern one sample: a :class:`FailurePolicy` counts and tolerates them. The other
-errors concern the grader itself and always propagate. All of them pickle, because they cross Ray actors. Grading
-workers import this: no torch, no numpy here.
+``RewardError`` and its subclasses concern one sample: a :class:`FailurePolicy` counts and tolerates
+them. The other errors concern the grader itself and always propagate. All of them pickle, because
+they cross Ray actors. Grading workers import this: no torch, no numpy here.
 """
 
 from __future__ import annotations
@@ -26,11 +27,22 @@ FAILED_KEY = "reward_failed"
 """In ``extra_logs``: 1 for a sample that could not be graded."""
 
 LARGEST = 1e15
-"""Of rewards, scores and logs: advantages are made of their squares and sums in fp32, which ends at 3.4e38."""
+"""Of rewards, scores and logs: advantages are made of their squares and sums in fp32, which ends at
+3.4e38."""
 
-# and keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same dictionary
+# and keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same
+# dictionary
 RESERVED_LOG_KEYS = frozenset(
-    {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
+    {
+        "group_reward_std",
+        "kl",
+        "logprobs_diff",
+        "response_clip_ratio",
+        "return",
+        "reward",
+        "score",
+        FAILED_KEY,
+    }
 )
 _SHOWN_CHARACTERS = 2000
 _END = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")
@@ -38,11 +50,12 @@ _PROMPT_END_CHARACTERS = 64
 
 
 def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query, without the tokens that end a text in ChatML, Qwen's and Llama's: for
-    reward functions where nobody passes ``completions`` (OpenRLHF itself, reward servers). This package does, cut by
-    the tokenizer's own end.
+    """What follows the prompt in the query, without the tokens that end a text in ChatML, Qwen's
+    and Llama's: for reward functions where nobody passes ``completions`` (OpenRLHF itself, reward
+    servers). This package does, cut by the tokenizer's own end.
 
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning
+    to truncation.
     """
     for written in (prompt, unicodedata.normalize("NFC", prompt)):
         if query.startswith(written):
@@ -53,8 +66,9 @@ def completion_of(query: str, prompt: str) -> str:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The grade of one completion, all of it finite: what the policy is trained on; correctness, for accuracy and
-    dynamic filtering; the function's own numbers; the time spent in it, without queueing."""
+    """The grade of one completion, all of it finite: what the policy is trained on; correctness,
+    for accuracy and dynamic filtering; the function's own numbers; the time spent in it, without
+    queueing."""
 
     reward: float
     score: float
@@ -64,8 +78,9 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt, for functions that want all of them at once, and in a trial for others: how many
-    there will be, and what the grader keeps of those that have come, by their place."""
+    """The completions of one prompt, for functions that want all of them at once, and in a trial
+    for others: how many there will be, and what the grader keeps of those that have come, by their
+    place."""
 
     size: int
     is_trial: bool = False
@@ -79,11 +94,17 @@ class Grader(Protocol):
         """Begin whatever takes time before the first sample; returns at once."""
 
     async def grade(
-        self, query: str, prompt: str, label: Any, completion: str | None = None,
-        group: Group | None = None, place: int = 0,
-    ) -> RewardResult:  # fmt: skip
-        """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
-        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query. ``group`` and
+        self,
+        query: str,
+        prompt: str,
+        label: Any,
+        completion: str | None = None,
+        group: Group | None = None,
+        place: int = 0,
+    ) -> RewardResult:
+        """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one
+        text, special tokens kept; ``completion``: without the token that ended it; None: what
+        follows the prompt in the query. ``group`` and
         ``place``: of which it is one; the grade may come when all of them have come."""
 
     async def aclose(self) -> None:
@@ -100,20 +121,23 @@ def settled(result: Any) -> Any:
 
 
 class InvalidAnswer(ValueError):
-    """A reward function's answer breaks the convention; the text names the key, the rule and the value."""
+    """A reward function's answer breaks the convention; the text names the key, the rule and the
+    value."""
 
 
 def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
-    """A reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``, of which the last two are optional.
-    Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one. Raises
-    InvalidAnswer."""
+    """A reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``, of which the
+    last two are optional. Each number may be an int, float, bool, numpy scalar, a tensor or array
+    of one element, or a list of one. Raises InvalidAnswer."""
     if not isinstance(answer, Mapping):
         raise InvalidAnswer(
-            f"returned {_described(answer)}; it must return a dict with the key 'rewards' and optionally 'scores' and "
-            "'extra_logs'"
+            f"returned {_described(answer)}; it must return a dict with the key 'rewards' and "
+            "optionally 'scores' and 'extra_logs'"
         )
     if "rewards" not in answer:
-        raise InvalidAnswer(f"returned a dict without the key 'rewards'; its keys are {sorted(map(str, answer))}")
+        raise InvalidAnswer(
+            f"returned a dict without the key 'rewards'; its keys are {sorted(map(str, answer))}"
+        )
     reward = finite_number(answer["rewards"], "rewards")
     score = answer.get("scores")
     return RewardResult(
@@ -133,7 +157,10 @@ def finite_number(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise InvalidAnswer(f"returned {name} = {number}; it must be finite")
     if abs(number) > LARGEST:
-        raise InvalidAnswer(f"returned {name} = {number:g}; it must be at most {LARGEST:g}, whose square fp32 can hold")
+        raise InvalidAnswer(
+            f"returned {name} = {number:g}; it must be at most {LARGEST:g}, whose square fp32 "
+            "can hold"
+        )
     return number
 
 
@@ -141,7 +168,9 @@ def _parse_extra_logs(logs: Any) -> dict[str, float]:
     if logs is None:
         return {}
     if not isinstance(logs, Mapping):
-        raise InvalidAnswer(f"returned extra_logs = {_described(logs)}; it must be a dict of numbers")
+        raise InvalidAnswer(
+            f"returned extra_logs = {_described(logs)}; it must be a dict of numbers"
+        )
     if unnamed := [key for key in logs if not isinstance(key, str)]:
         raise InvalidAnswer(f"returned extra_logs with keys that are not strings: {unnamed}")
     if taken := sorted(RESERVED_LOG_KEYS.intersection(logs)):
@@ -150,7 +179,8 @@ def _parse_extra_logs(logs: Any) -> dict[str, float]:
 
 
 def _only_element(value: Any) -> Any:
-    """Unwrap a list of one element, then an array or tensor of one element; anything else is returned as it is."""
+    """Unwrap a list of one element, then an array or tensor of one element; anything else is
+    returned as it is."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if callable(getattr(value, "item", None)) and _element_count(value) == 1:
@@ -179,9 +209,12 @@ def _described(value: Any) -> str:
 
 
 class RewardError(Exception):
-    """A completion could not be graded. Carries the sample, special tokens kept, to reproduce the failure."""
+    """A completion could not be graded. Carries the sample, special tokens kept, to reproduce the
+    failure."""
 
-    def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
+    def __init__(
+        self, message: str, prompt: str = "", completion: str = "", label: Any = None
+    ) -> None:
         super().__init__(message, prompt, completion, label)
         self.message = message
         self.prompt = prompt
@@ -207,7 +240,8 @@ class RewardTimeout(RewardError):
 
 
 class RewardWorkerDied(RewardError):
-    """The worker process ended while it graded this sample (segmentation fault, ``os._exit``, out of memory)."""
+    """The worker process ended while it graded this sample (segmentation fault, ``os._exit``, out
+    of memory)."""
 
 
 class RewardServerError(RewardError):
@@ -223,8 +257,8 @@ class RewardPoolClosed(RuntimeError):
 
 
 class Failure(Exception):
-    """What becomes a ``RewardError`` of that kind: when prompt and completion are known, or unless a request succeeds
-    that is sent again."""
+    """What becomes a ``RewardError`` of that kind: when prompt and completion are known, or unless
+    a request succeeds that is sent again."""
 
     def __init__(self, kind: type[RewardError], message: str) -> None:
         super().__init__(message)
@@ -232,12 +266,15 @@ class Failure(Exception):
 
 
 class RewardFailureLimit(RuntimeError):
-    """More samples failed to be graded than the run tolerates; the message holds the last failure."""
+    """More samples failed to be graded than the run tolerates; the message holds the last
+    failure."""
 
 
 class FailurePolicy:
-    """Reports each failure with its prompt and completion, counts it, and ends the run at one more than
-    ``max_failures`` (None tolerates any number). The reward of a failed sample is ``failure_value``, its score 0."""
+    """Reports each failure with its prompt and completion, counts it, and ends the run at one more
+    than
+    ``max_failures`` (None tolerates any number). The reward of a failed sample is
+    ``failure_value``, its score 0."""
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
         self._max_failures = max_failures
@@ -246,7 +283,8 @@ class FailurePolicy:
         self._unreported: list[str] = []
 
     def take_messages(self) -> list[str]:
-        """What failed since the last call, with prompt and completion, for the process that the user watches."""
+        """What failed since the last call, with prompt and completion, for the process that the
+        user watches."""
         messages, self._unreported = self._unreported, []
         return messages
 

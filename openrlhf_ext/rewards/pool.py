@@ -40,10 +40,11 @@ from openrlhf_ext.rewards.worker import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-# The worker gets this process's import path, so that it finds what a function called in this process would find.
+# The worker gets this process's import path, so that it finds what a function called in this
+# process would find.
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker import main; "
-    "main(*map(int, sys.argv[2:6]), sys.argv[6])"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker "
+    "import main; main(*map(int, sys.argv[2:6]), sys.argv[6])"
 )
 # What programs need to run and to find their files; `*` ends a prefix. Nothing with a secret in it.
 USUAL_VARIABLES = (
@@ -51,7 +52,8 @@ USUAL_VARIABLES = (
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_*", "MKL_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "REWARD_*",
 )  # fmt: skip
-_LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the connection open sends no end-of-file
+# a worker that died while a child of it keeps the connection open sends no end-of-file
+_LIVENESS_POLL_S = 0.5
 _STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
 _STACK_BYTES = 8192
@@ -65,7 +67,8 @@ def _say(text: str) -> None:
 
 
 class WorkerHung(Exception):
-    """The worker gave no answer before the deadline; the text is its Python stack at that moment."""
+    """The worker gave no answer before the deadline; the text is its Python stack at that
+    moment."""
 
 
 class WorkerDied(Exception):
@@ -74,8 +77,8 @@ class WorkerDied(Exception):
 
 @dataclass
 class _Running:
-    """``stack_file`` receives the Python stack of a crash or on request; the number of a ``killed`` one may be
-    reused."""
+    """``stack_file`` receives the Python stack of a crash or on request; the number of a ``killed``
+    one may be reused."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -84,15 +87,22 @@ class _Running:
 
 
 class WorkerProcess:
-    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
-    owning thread must live as long as the process: Linux ends the process with the thread that started it.
+    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be
+    called from any. The owning thread must live as long as the process: Linux ends the process with
+    the thread that started it.
 
     Attributes:
         takes_groups: the function wants all completions of a prompt at once.
         to_try: made completions that it may be asked for before it has answered.
     """
 
-    def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        reward_path: str,
+        start_timeout_s: float,
+        memory_mib: int,
+        environment: tuple[str, ...],
+    ) -> None:
         self._reward_path = reward_path
         self._start_timeout_s = start_timeout_s
         self._memory_mib = memory_mib
@@ -106,31 +116,37 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         running = self._running
-        return running.process.pid if running is not None and running.process.poll() is None else None
+        return (
+            running.process.pid if running is not None and running.process.poll() is None else None
+        )
 
     def start(self) -> None:
-        """Start (or replace) the process and wait until it has imported the user's file. Raises RewardImportError,
-        RewardPoolClosed."""
+        """Start (or replace) the process and wait until it has imported the user's file. Raises
+        RewardImportError, RewardPoolClosed."""
         running = self._spawn()
         try:
             reply = self._receive(running, self._start_timeout_s)
         except WorkerHung as hung:
             self.kill()
             raise RewardImportError(
-                f"importing the reward file {self._reward_path} did not finish within {self._start_timeout_s:g} s; "
-                f"it was here:\n{hung}"
+                f"importing the reward file {self._reward_path} did not finish within "
+                f"{self._start_timeout_s:g} s; it was here:\n{hung}"
             ) from None
         except WorkerDied as died:
-            raise RewardImportError(f"importing the reward file {self._reward_path}: {died}") from None
+            raise RewardImportError(
+                f"importing the reward file {self._reward_path}: {died}"
+            ) from None
         if reply[0] == "import_error":
             self.kill()
-            raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
+            raise RewardImportError(
+                f"the reward file {self._reward_path} cannot be used:\n{reply[1]}"
+            )
         self.takes_groups = reply[1]
         self.to_try = TRIED * self.takes_groups
 
     def ask(self, samples: list[tuple[str, str, Any, str]], timeout_s: float) -> tuple[Any, ...]:
-        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises WorkerHung: the
-        process still runs, kill it; WorkerDied."""
+        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises
+        WorkerHung: the process still runs, kill it; WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
@@ -155,7 +171,11 @@ class WorkerProcess:
             try:
                 running.process.wait(_REAP_S)
             except subprocess.TimeoutExpired:
-                logger.error("grading worker %d did not end within %g s of SIGKILL", running.process.pid, _REAP_S)
+                logger.error(
+                    "grading worker %d did not end within %g s of SIGKILL",
+                    running.process.pid,
+                    _REAP_S,
+                )
             running.killed = True
 
     def _spawn(self) -> _Running:
@@ -170,13 +190,24 @@ class WorkerProcess:
             fds = (theirs.fileno(), stack_file.fileno())
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path),
-                     *map(str, (*fds, os.getpid(), self._memory_mib)), self._reward_path],
+                    [
+                        sys.executable,
+                        "-c",
+                        _BOOTSTRAP,
+                        json.dumps(sys.path),
+                        *map(str, (*fds, os.getpid(), self._memory_mib)),
+                        self._reward_path,
+                    ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
-                    env={"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **_variables(self._environment)},
-                )  # fmt: skip
+                    # Ctrl-C reaches the driver only; killpg reaches all of the worker
+                    start_new_session=True,
+                    env={
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONDONTWRITEBYTECODE": "1",
+                        **_variables(self._environment),
+                    },
+                )
             self._running = _Running(process, ours, stack_file)
             return self._running
 
@@ -195,22 +226,30 @@ class WorkerProcess:
     def _how_it_died(self, running: _Running) -> str:
         self.kill()
         stack = _read_stack(running)
-        return f"the worker process {_how_it_ended(running.process.returncode)}" + (f"\n{stack}" if stack else "")
+        return f"the worker process {_how_it_ended(running.process.returncode)}" + (
+            f"\n{stack}" if stack else ""
+        )
 
 
 def _variables(names: tuple[str, ...]) -> dict[str, str]:
     """Those of this process's variables that a worker gets."""
     patterns = (*USUAL_VARIABLES, *names)
-    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatchcase(name, one) for one in patterns)
+    }
 
 
 def _current_stack(running: _Running) -> str:
-    """Ask the worker for its Python stack; works while its interpreter lock is held by native code."""
+    """Ask the worker for its Python stack; works while its interpreter lock is held by native
+    code."""
     with contextlib.suppress(ProcessLookupError):
         running.process.send_signal(STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_WAIT_S
     before, stack = "", _read_stack(running)
-    while (not stack or stack != before) and time.monotonic() < deadline:  # it is still being written
+    # it is still being written
+    while (not stack or stack != before) and time.monotonic() < deadline:
         time.sleep(_STACK_POLL_S)
         before, stack = stack, _read_stack(running)
     return stack or "(no Python stack could be read)"
@@ -246,20 +285,28 @@ class _Job:
 
 
 class RewardPool:
-    """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
+    """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable
+    processes.
 
-    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them;
-    one of TRL's with all completions of a prompt, whose deadline is that of one times their number.
-    A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
+    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions``
+    if it takes them; one of TRL's with all completions of a prompt, whose deadline is that of one
+    times their number. A worker that passes the deadline or dies is replaced; a sample that waits
+    for one longer than
     ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
 
-    def __init__(self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0) -> None:
-        self._reward_path = str(Path(required(next(iter(options.addresses), None), "reward.remote_url")).resolve())
+    def __init__(
+        self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0
+    ) -> None:
+        self._reward_path = str(
+            Path(required(next(iter(options.addresses), None), "reward.remote_url")).resolve()
+        )
         self._timeout_s = options.timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._workers = [
-            WorkerProcess(self._reward_path, start_timeout_s, options.memory_mib, options.environment)
+            WorkerProcess(
+                self._reward_path, start_timeout_s, options.memory_mib, options.environment
+            )
             for _ in range(options.num_workers)
         ]
         self._started: list[Future[None]] = []
@@ -274,22 +321,29 @@ class RewardPool:
         return self._workers[0].takes_groups
 
     def start(self) -> None:
-        """Begin to start the workers, which the first sample waits for. Idempotent. Raises RewardImportError,
-        RewardPoolClosed."""
+        """Begin to start the workers, which the first sample waits for. Idempotent. Raises
+        RewardImportError, RewardPoolClosed."""
         with self._lock:
             self._start_locked()
 
     def check(self) -> None:
-        """Start the workers and wait until each has imported the user's file. Raises RewardImportError."""
+        """Start the workers and wait until each has imported the user's file. Raises
+        RewardImportError."""
         self.start()
         for started in self._started:
             started.result()
 
     def submit(
-        self, query: str, prompt: str, label: Any, completion: str | None = None,
-        group: Group | None = None, place: int = 0,
-    ) -> Future[RewardResult]:  # fmt: skip
-        """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade` raises."""
+        self,
+        query: str,
+        prompt: str,
+        label: Any,
+        completion: str | None = None,
+        group: Group | None = None,
+        place: int = 0,
+    ) -> Future[RewardResult]:
+        """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade`
+        raises."""
         completion = query.removeprefix(prompt) if completion is None else completion
         job = _Job(query, prompt, label, completion, group, place)
         with self._lock:  # a sample is either refused here or queued before the threads' end mark
@@ -344,7 +398,8 @@ class RewardPool:
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            if broken is None and worker.pid is None:  # it died between two samples, which is no sample's fault
+            # it died between two samples, which is no sample's fault
+            if broken is None and worker.pid is None:
                 broken = _start(worker)
             if broken is not None:
                 job.fail(broken)
@@ -361,7 +416,8 @@ class RewardPool:
         worker.stop()
 
     def _together(self, worker: WorkerProcess, job: _Job) -> list[_Job]:
-        """The samples that one call grades: of a function that wants a whole group none, until the last has come."""
+        """The samples that one call grades: of a function that wants a whole group none, until the
+        last has come."""
         if job.group is None or not (worker.takes_groups or job.group.is_trial):
             return [job]
         with self._lock:
@@ -373,12 +429,15 @@ class RewardPool:
         waited_s = time.monotonic() - max(job.queued_at for job in jobs)
         if waited_s > self._queue_timeout_s:
             raise RewardTimeout(
-                f"the sample waited {waited_s:.1f} s for a grading worker, more than {self._queue_timeout_s:g} s: the "
-                "reward function is slower than the rollout. Raise --reward.num_workers or make it faster",
+                f"the sample waited {waited_s:.1f} s for a grading worker, more than "
+                f"{self._queue_timeout_s:g} s: the reward function is slower than the rollout. "
+                "Raise --reward.num_workers or make it faster",
             )
         samples = [(job.query, job.prompt, job.label, job.completion) for job in jobs]
         try:
-            kind, content, *said = worker.ask(samples, self._timeout_s * (len(jobs) + worker.to_try))
+            kind, content, *said = worker.ask(
+                samples, self._timeout_s * (len(jobs) + worker.to_try)
+            )
         except WorkerHung as hung:
             worker.kill()
             raise RewardTimeout(self._closed_or(self._timeout_message(hung))) from None
@@ -399,19 +458,22 @@ class RewardPool:
 
     def _timeout_message(self, hung: WorkerHung) -> str:
         return (
-            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s (--reward.timeout_s); its "
-            f"worker was killed and replaced. It was here:\n{hung}"
+            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s "
+            f"(--reward.timeout_s); its worker was killed and replaced. It was here:\n{hung}"
         )
 
     def _closed_or(self, message: str) -> str:
         """``message``, unless the worker ended because the pool was closed."""
         if self._closed:
-            raise RewardPoolClosed(f"the reward pool of {self._reward_path} was closed while it graded a sample")
+            raise RewardPoolClosed(
+                f"the reward pool of {self._reward_path} was closed while it graded a sample"
+            )
         return message
 
 
 def _start(worker: WorkerProcess) -> Exception | None:
-    """Start a worker; the reason if that is impossible, which then is the answer to every sample it takes."""
+    """Start a worker; the reason if that is impossible, which then is the answer to every sample it
+    takes."""
     try:
         worker.start()
     except (RewardImportError, RewardPoolClosed) as error:

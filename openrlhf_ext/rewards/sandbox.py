@@ -1,8 +1,9 @@
 """Functions that a model wrote, called from a process that they cannot reach.
 
-The answer's code runs in a child process (``sandboxed.py``) with limits on memory and time that the kernel lets compute
-and nothing else. Only arguments go in and only plain values come back: the tests run on this side, so there is no
-expected result, no assert and no word of success where the code could read, replace or print it.
+The answer's code runs in a child process (``sandboxed.py``) with limits on memory and time that the
+kernel lets compute and nothing else. Only arguments go in and only plain values come back: the
+tests run on this side, so there is no expected result, no assert and no word of success where the
+code could read, replace or print it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from typing import IO, Any
 
 from openrlhf_ext.rewards.sandboxed import decoded, encoded
 
-LARGEST_REPLY = 1 << 16  # bytes: nobody waits for a value that takes longer to compare than to compute
+# bytes: nobody waits for a value that takes longer to compare than to compute
+LARGEST_REPLY = 1 << 16
 _START_S = 20.0  # an interpreter and its modules, on a busy machine; not the answer's time
 _END_S = 1.0
 _PROGRAM = str(Path(__file__).with_name("sandboxed.py"))
 
 
 class AnswerFailed(Exception):
-    """The answer's code raised, ended its process, passed a limit or returned what is no plain value."""
+    """The answer's code raised, ended its process, passed a limit or returned what is no plain
+    value."""
 
 
 class BadTests(ValueError):
@@ -43,7 +46,8 @@ class SandboxMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one answer, all of its calls together: seconds by the clock, seconds of a core, address space (MiB)."""
+    """Of one answer, all of its calls together: seconds by the clock, seconds of a core, address
+    space (MiB)."""
 
     seconds: float = 5.0
     cpu_s: int = 5
@@ -52,7 +56,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Asserts that hold, of all; what the first one that does not hold failed by, '' if all hold."""
+    """Asserts that hold, of all; what the first one that does not hold failed by, '' if all
+    hold."""
 
     passed: int
     asserts: int
@@ -60,16 +65,29 @@ class Outcome:
 
 
 class Answer:
-    """An answer's code in a process of its own; a context manager. Raises AnswerFailed: the code does not run;
-    SandboxMissing."""
+    """An answer's code in a process of its own; a context manager. Raises AnswerFailed: the code
+    does not run; SandboxMissing."""
 
     def __init__(self, code: str, limits: Limits) -> None:
-        command = [sys.executable, "-I", "-S", _PROGRAM, *map(str, (limits.memory_mib, limits.cpu_s, os.getpid()))]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            _PROGRAM,
+            *map(str, (limits.memory_mib, limits.cpu_s, os.getpid())),
+        ]
         # its loader may need the path; nothing else of this process's environment goes with it
-        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        environment = {
+            name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ
+        }
         # in this process's group: who kills a grading worker kills the answer it is at
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
         )
         self._left, self._told = b"", False
         self._give(_START_S)
@@ -82,8 +100,8 @@ class Answer:
             raise
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """The value of one of its functions. Raises AnswerFailed; BadTests: an argument is no plain value, and is not
-        made of those that the answer gave before."""
+        """The value of one of its functions. Raises AnswerFailed; BadTests: an argument is no plain
+        value, and is not made of those that the answer gave before."""
         try:
             given = encoded([list(arguments), keywords])
         except (TypeError, ValueError) as error:
@@ -112,7 +130,9 @@ class Answer:
         try:
             reason = self._reply("its process did not start").get("unprotected")
         except AnswerFailed as error:  # no code of an answer has run yet
-            raise SandboxMissing(f"the process for a model's code cannot be used: {error}") from error
+            raise SandboxMissing(
+                f"the process for a model's code cannot be used: {error}"
+            ) from error
         if reason:
             raise SandboxMissing(f"code of a model is not run on this machine: {reason}")
 
@@ -169,14 +189,16 @@ class Answer:
 
 
 def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
-    """Runs ``tests``, statements of yours with asserts, against the functions of ``code``, which a model wrote.
+    """Runs ``tests``, statements of yours with asserts, against the functions of ``code``, which a
+    model wrote.
 
-    Every name that the tests use and neither define nor import is a function of the answer; its arguments and its
-    value are plain values, copies of those on the other side. An assert that does not hold, or whose call fails,
-    does not stop the others.
+    Every name that the tests use and neither define nor import is a function of the answer; its
+    arguments and its value are plain values, copies of those on the other side. An assert that does
+    not hold, or whose call fails, does not stop the others.
 
     Raises:
-        BadTests: the tests are no Python, have no assert, call no function of the answer, or call one with what is no
+        BadTests: the tests are no Python, have no assert, call no function of the answer, or call
+        one with what is no
             plain value.
         SandboxMissing: this machine cannot confine the code.
     """
@@ -184,7 +206,9 @@ def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
     names = _asked_for(tree)
     statements, asserts = tree.body, sum(isinstance(each, ast.Assert) for each in tree.body)
     if not asserts or not names:
-        raise BadTests(f"tests must have an assert, and call a function of the answer: got {tests!r}")
+        raise BadTests(
+            f"tests must have an assert, and call a function of the answer: got {tests!r}"
+        )
     passed, failures = 0, []
     try:
         with Answer(code, limits) as answer:
@@ -198,7 +222,8 @@ def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
                 except (AssertionError, AnswerFailed) as error:
                     failures.append(str(error) or f"does not hold: {ast.unparse(statement)}")
                 except Exception as error:
-                    # of a wrong value, such as None where a number is compared: the tests hold for right answers
+                    # of a wrong value, such as None where a number is compared: the tests hold for
+                    # right answers
                     failures.append(f"{type(error).__name__}: {error}: {ast.unparse(statement)}")
     except AnswerFailed as error:
         failures.append(str(error))

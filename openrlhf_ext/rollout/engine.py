@@ -1,5 +1,6 @@
-"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe. The driver
-imports this module for the class; vLLM is imported by the engine's own process, in the constructor."""
+"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a
+probe. The driver imports this module for the class; vLLM is imported by the engine's own process,
+in the constructor."""
 
 from __future__ import annotations
 
@@ -79,9 +80,9 @@ class _Request(NamedTuple):
 
 
 class RolloutEngine(compat.RolloutRayActor):
-    """One vLLM engine in a Ray actor: OpenRLHF's (`generate`, `pause_generation`, `sleep`, ...) with groups of graded
-    completions as flat arrays, weights by buckets, refusal to sample from weights that arrived incompletely,
-    deadlines."""
+    """One vLLM engine in a Ray actor: OpenRLHF's (`generate`, `pause_generation`, `sleep`, ...)
+    with groups of graded completions as flat arrays, weights by buckets, refusal to sample from
+    weights that arrived incompletely, deadlines."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it; OpenRLHF's actor has it so
         self,
@@ -105,12 +106,15 @@ class RolloutEngine(compat.RolloutRayActor):
             bundle_indices, num_gpus, *args, **engine_args: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
-            bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
+            bf16_layers: quantize linear layers but in these decoder layers, and prove it now and
+            after every update
                 (`worker_extension`); None: quantize nothing.
-            adapter: rank and modules of those that updates bring, over the weights from the disk, which stay
+            adapter: rank and modules of those that updates bring, over the weights from the disk,
+            which stay
                 (`adapters`); None: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
-            routed_experts: completions bring the experts that routers took (`Response.experts_RLK`).
+            routed_experts: completions bring the experts that routers took
+            (`Response.experts_RLK`).
         """
         answer_where()
         with without_collection():
@@ -118,7 +122,9 @@ class RolloutEngine(compat.RolloutRayActor):
 
             from openrlhf_ext.rollout import adapters, scheduler, worker_extension
 
-        self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
+        self._configure_device_env(
+            engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus
+        )
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
         self.executor = executor_factory()
         self._tokenizer = compat.get_tokenizer(engine_args["model"], use_fast=fast_tokenizer)
@@ -138,7 +144,8 @@ class RolloutEngine(compat.RolloutRayActor):
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
         self._routed_experts = routed_experts
-        self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
+        # of images, which are not supported; read by OpenRLHF's `generate`
+        self._mm_pad_token_ids = None
         self._request_timeout_s = request_timeout_s
         self._generating = OverlapTimer()
         self._responding = OverlapTimer()
@@ -161,19 +168,25 @@ class RolloutEngine(compat.RolloutRayActor):
     # ---- generation
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, multi_modal_data: Any = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        multi_modal_data: Any = None,
     ) -> vllm.RequestOutput:
-        """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
-        ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine tells them (`scheduler.unpack`).
-        Raises GenerationTimeout; InvalidWeights: the weights are, or became meanwhile, those of an incomplete update;
-        EngineDied."""
+        """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each
+        completion has
+        ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine tells them
+        (`scheduler.unpack`). Raises GenerationTimeout; InvalidWeights: the weights are, or became
+        meanwhile, those of an incomplete update; EngineDied."""
         from openrlhf_ext.rollout.scheduler import unpack
 
         self._require_valid_weights()
         params = _final_only(sampling_params)
         begun_with = self._weight_version
         with self._generating.running():
-            output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
+            output = await self._finish(
+                super().generate(list(prompt_token_ids), params, multi_modal_data), params
+            )
         for completion in output.outputs:
             unpack(completion, params, len(output.prompt_token_ids), experts=self._routed_experts)
         self._note_versions(output, begun_with)
@@ -190,26 +203,39 @@ class RolloutEngine(compat.RolloutRayActor):
             # of several completions of one request only the oldest possible version is known
             completion.weight_versions = spans if len(lengths) == 1 else [(begun_with, 0, length)]
 
-    def sampling_params(self, sampling: Sampling, *, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution, which is then not
-        the policy's; a completion is at least its EOS anyway."""
+    def sampling_params(
+        self, sampling: Sampling, *, max_tokens: int | None, **more: Any
+    ) -> SamplingParams:
+        """OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution,
+        which is then not the policy's; a completion is at least its EOS anyway."""
         from vllm import SamplingParams
 
         return SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=max_tokens, min_tokens=0,
-            skip_special_tokens=False, **more,
-        )  # fmt: skip
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=max_tokens,
+            min_tokens=0,
+            skip_special_tokens=False,
+            **more,
+        )
 
-    async def generate_group(self, request: GroupRequest) -> list[Response] | tuple[list[Response], list[Any]]:
-        """The graded completions. Where experts are told there are two return values: the second one is ``experts_RLK``
-        of the completions, of which the caller needs only the reference (`Response.experts_at`)."""
+    async def generate_group(
+        self, request: GroupRequest
+    ) -> list[Response] | tuple[list[Response], list[Any]]:
+        """The graded completions. Where experts are told there are two return values: the second
+        one is ``experts_RLK`` of the completions, of which the caller needs only the reference
+        (`Response.experts_at`)."""
         with self._responding.running():
             responses = await self.executor.respond(request, self._tokenizer, self)
         if not self._routed_experts:
             return responses
-        return [replace(response, experts_RLK=None) for response in responses], [r.experts_RLK for r in responses]
+        return [replace(response, experts_RLK=None) for response in responses], [
+            r.experts_RLK for r in responses
+        ]
 
-    async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
+    async def _finish(
+        self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams
+    ) -> vllm.RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -217,27 +243,34 @@ class RolloutEngine(compat.RolloutRayActor):
         except TimeoutError as error:
             raise GenerationTimeout(await self._describe_stall(params)) from error
         except EngineDeadError as error:
-            raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{log_tail()}") from error
+            raise EngineDied(
+                f"the vLLM engine of this actor died; the end of its log:\n{log_tail()}"
+            ) from error
 
     async def _describe_stall(self, params: SamplingParams) -> str:
         try:
-            paused = "paused" if await asyncio.wait_for(self.llm.is_paused(), _ANSWER_S) else "not paused"
+            paused = (
+                "paused"
+                if await asyncio.wait_for(self.llm.is_paused(), _ANSWER_S)
+                else "not paused"
+            )
         except TimeoutError:
             paused = f"in an unknown state (vLLM's process does not answer within {_ANSWER_S:g} s)"
         return (
-            f"a request (max_tokens = {params.max_tokens}) did not finish within {self._request_timeout_s:g} s; "
-            f"{self._generating.count} requests were waiting, the last one finished "
-            f"{time.monotonic() - self._last_finished:.1f} s ago, generation is {paused}, the weights are of version "
-            f"{self._weight_version}. The engine hangs or is overloaded; otherwise raise request_timeout_s"
+            f"a request (max_tokens = {params.max_tokens}) did not finish within "
+            f"{self._request_timeout_s:g} s; {self._generating.count} requests were waiting, the "
+            f"last one finished {time.monotonic() - self._last_finished:.1f} s ago, generation "
+            f"is {paused}, the weights are of version {self._weight_version}. The engine hangs "
+            "or is overloaded; otherwise raise request_timeout_s"
         )
 
     # ---- weights
 
     async def discard_weights(self) -> None:
-        """Give up all memory without a copy of the weights; generation is refused until an update is complete. vLLM
-        saves the buffers (vllm 0.32.0 v1/worker/gpu_worker.py:299), which no update brings. Where updates bring
-        adapters the weights are copied to the host, with them the layers' adapter: all lies in the pool that vLLM
-        saves (gpu_worker.py:589)."""
+        """Give up all memory without a copy of the weights; generation is refused until an update
+        is complete. vLLM saves the buffers (vllm 0.32.0 v1/worker/gpu_worker.py:299), which no
+        update brings. Where updates bring adapters the weights are copied to the host, with them
+        the layers' adapter: all lies in the pool that vLLM saves (gpu_worker.py:589)."""
         self._weight_error = "its weights were given up for an update, which has not come"
         self._resumes = False  # it is woken up afterwards
         await self.sleep(level=1 if self._keeps_base else 2)
@@ -245,11 +278,15 @@ class RolloutEngine(compat.RolloutRayActor):
     async def sleep(self, level: int = 1) -> None:
         """Raises ValueError: at level 2 an engine would lose weights that no update brings back."""
         if level == 2 and self._keeps_base:
-            raise ValueError("an engine whose updates bring adapters cannot sleep at level 2: its base would be lost")
+            raise ValueError(
+                "an engine whose updates bring adapters cannot sleep at level 2: its base would "
+                "be lost"
+            )
         await super().sleep(level)
 
     async def wake_weights(self) -> None:
-        """Hold memory for the weights and no KV cache: what a sync needs of a colocated engine, asleep or awake."""
+        """Hold memory for the weights and no KV cache: what a sync needs of a colocated engine,
+        asleep or awake."""
         if not await self.llm.is_sleeping():
             await self.discard_weights()
         await self.wake_up(tags=["weights"])
@@ -258,11 +295,11 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
     async def receive_weights(self, version: int) -> Receipt:
-        """Load every tensor, then drop what the old weights left in the cache. Requests in flight stand still meanwhile
-        and go on with the new weights, from recomputed keys and values; if the update does not complete
-        (WeightSyncError), they stand still, and generation is refused, until one does. If `probe_logprobs` has been
-        asked before, the same probe is put in front of them: asked after they go on, it would wait until one of them
-        ends."""
+        """Load every tensor, then drop what the old weights left in the cache. Requests in flight
+        stand still meanwhile and go on with the new weights, from recomputed keys and values; if
+        the update does not complete (WeightSyncError), they stand still, and generation is refused,
+        until one does. If `probe_logprobs` has been asked before, the same probe is put in front of
+        them: asked after they go on, it would wait until one of them ends."""
         async with self._updating:
             if self._weight_error is None:  # else it stands still since an update that failed
                 self._resumes = not await self.llm.is_paused()
@@ -281,15 +318,17 @@ class RolloutEngine(compat.RolloutRayActor):
             return receipt
 
     async def _load(self, version: int) -> Receipt:
-        load_s, sums = zip(*await self.llm.collective_rpc("replace_weights", args=(version,)), strict=True)
+        load_s, sums = zip(
+            *await self.llm.collective_rpc("replace_weights", args=(version,)), strict=True
+        )
         await self.reset_prefix_cache()
         await self._change_version(version)
         self._weight_error = None
         return together(load_s, sums)
 
     async def _change_version(self, version: int) -> None:
-        """The engine stands still, so the counts are final: one in another process has by now answered two calls,
-        behind the tokens it sampled before."""
+        """The engine stands still, so the counts are final: one in another process has by now
+        answered two calls, behind the tokens it sampled before."""
         tokens = await self.sampled_tokens()
         self._weight_version = version
         if self._generating.count == 0:
@@ -303,7 +342,8 @@ class RolloutEngine(compat.RolloutRayActor):
         return count_tokens(self.llm.output_processor)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values, those of unfinished requests included (they are computed again)."""
+        """Forget all cached keys and values, those of unfinished requests included (they are
+        computed again)."""
         if not await self.llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not reset its prefix cache: blocks are still in use")
 
@@ -312,34 +352,53 @@ class RolloutEngine(compat.RolloutRayActor):
         return self._weight_version
 
     async def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob of every token but the first, at temperature 1. All but the last come from a computation of the
-        whole prompt, for which vLLM does not read its prefix cache; the last one is computed on top of whatever that
-        holds, as in generation."""
+        """Log-prob of every token but the first, at temperature 1. All but the last come from a
+        computation of the whole prompt, for which vLLM does not read its prefix cache; the last one
+        is computed on top of whatever that holds, as in generation."""
         self._require_valid_weights()
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
         probe, self._queued_probe = self._queued_probe or await self._queue_probe(), None
-        answers: list[Any] = [await self._finish(request.output.get(), request.params) for request in probe]
+        answers: list[Any] = [
+            await self._finish(request.output.get(), request.params) for request in probe
+        ]
         last, whole = answers
         scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
-        return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
+        return [entry[token].logprob for token, entry in scored] + [
+            last.outputs[0].logprobs[0][token_ids[-1]].logprob
+        ]
 
-    async def continuation(self, token_ids: Sequence[int], length: int, seed: int) -> tuple[list[int], list[float]]:
-        """What the model itself says after a text, past its end too: (length,) tokens at temperature 1, and
-        log-probs."""
-        said = {"max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed, "logprobs": 0}
+    async def continuation(
+        self, token_ids: Sequence[int], length: int, seed: int
+    ) -> tuple[list[int], list[float]]:
+        """What the model itself says after a text, past its end too: (length,) tokens at
+        temperature 1, and log-probs."""
+        said = {
+            "max_tokens": length,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "seed": seed,
+            "logprobs": 0,
+        }
         request = await self._add_request(list(token_ids), _FIRST, **said)
         output: Any = await self._finish(request.output.get(), request.params)
         (completion,) = output.outputs
-        logprobs = [at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
+        logprobs = [
+            at[token].logprob
+            for token, at in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
         return list(completion.token_ids), logprobs
 
     async def _queue_probe(self) -> tuple[_Request, _Request]:
         """First what reads the prefix cache, then what fills it."""
         *prefix, final = self._probe_tokens
         greedy: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
-        last = await self._add_request(prefix, _FIRST, logprobs=1, logprob_token_ids=[final], **greedy)
-        return last, await self._add_request([*prefix, final], _FIRST + 1, prompt_logprobs=0, **greedy)
+        last = await self._add_request(
+            prefix, _FIRST, logprobs=1, logprob_token_ids=[final], **greedy
+        )
+        return last, await self._add_request(
+            [*prefix, final], _FIRST + 1, prompt_logprobs=0, **greedy
+        )
 
     async def _add_request(self, token_ids: list[int], priority: int, **params: Any) -> _Request:
         from vllm import SamplingParams
@@ -349,7 +408,9 @@ class RolloutEngine(compat.RolloutRayActor):
 
         asked = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        return _Request(await self.llm.add_request(random_uuid(), prompt, asked, priority=priority), asked)
+        return _Request(
+            await self.llm.add_request(random_uuid(), prompt, asked, priority=priority), asked
+        )
 
     def _require_valid_weights(self) -> None:
         if self._weight_error is not None and not self._updating.locked():
@@ -358,9 +419,9 @@ class RolloutEngine(compat.RolloutRayActor):
     # ---- what the controller asks
 
     async def rollout_stats(self) -> dict[str, Any]:
-        """Counts since the last call. generation_s: time with at least one request in progress; exposed_grading_s: time
-        in which responses were awaited and nothing was being generated; reward_failures: messages of gradings that
-        failed."""
+        """Counts since the last call. generation_s: time with at least one request in progress;
+        exposed_grading_s: time in which responses were awaited and nothing was being generated;
+        reward_failures: messages of gradings that failed."""
         generation_s, response_s = self._generating.take(), self._responding.take()
         stats = {
             "generated_tokens": self._num_tokens,
@@ -381,9 +442,10 @@ class RolloutEngine(compat.RolloutRayActor):
 
 
 def _final_only(asked: SamplingParams) -> SamplingParams:
-    """The same parameters for a request whose output is wanted once, at its end, with no alternatives to its tokens.
-    Beside a request with `logprob_token_ids`, the probe, vLLM fills the columns of alternatives with token 0 at -inf
-    (vllm 0.32.0 v1/sample/sampler.py:197), which hides a sampled token 0. `logprobs=0` has no such column."""
+    """The same parameters for a request whose output is wanted once, at its end, with no
+    alternatives to its tokens. Beside a request with `logprob_token_ids`, the probe, vLLM fills the
+    columns of alternatives with token 0 at -inf (vllm 0.32.0 v1/sample/sampler.py:197), which hides
+    a sampled token 0. `logprobs=0` has no such column."""
     from vllm.sampling_params import RequestOutputKind
 
     from openrlhf_ext.rollout.scheduler import ask_at_end
@@ -396,7 +458,9 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
     return params
 
 
-async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layers: Sequence[int] | None) -> Any:
+async def _start(
+    engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layers: Sequence[int] | None
+) -> Any:
     try:
         from openrlhf_ext.rollout.in_process import start_engine
 
@@ -406,4 +470,6 @@ async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layer
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"
-        raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error
+        raise EngineStartError(
+            f"vLLM did not start: {type(error).__name__}: {error}{log}"
+        ) from error

@@ -1,8 +1,9 @@
 """vLLM's engine on a thread of the rollout actor, and engines for completions outside of a run.
 
-vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start,
-which buys nothing without CUDA and with one worker per engine. `InProcessEngine` steps vLLM's synchronous `LLMEngine`
-and offers the part of AsyncLLM's interface that is used here; its errors have a traceback in this process.
+vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds
+of CPU at start, which buys nothing without CUDA and with one worker per engine. `InProcessEngine`
+steps vLLM's synchronous `LLMEngine` and offers the part of AsyncLLM's interface that is used here;
+its errors have a traceback in this process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from openrlhf_ext.rollout.process import take_down_with_me
-from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GenerationTimeout, count_tokens
+from openrlhf_ext.rollout.response import (
+    EngineDied,
+    EngineStartError,
+    GenerationTimeout,
+    count_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +37,8 @@ _T = TypeVar("_T")
 
 
 class InProcessEngine:
-    """One vLLM engine, touched by one thread only; all methods are to be called from one event loop."""
+    """One vLLM engine, touched by one thread only; all methods are to be called from one event
+    loop."""
 
     _engine: LLMEngine
 
@@ -59,11 +66,19 @@ class InProcessEngine:
         return self._engine.output_processor
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, lora_request: LoRARequest | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the finished output, once. A request whose consumer goes away is aborted."""
         try:
-            yield await (await self.add_request(request_id, prompt, sampling_params, lora_request=lora_request)).get()
+            yield await (
+                await self.add_request(
+                    request_id, prompt, sampling_params, lora_request=lora_request
+                )
+            ).get()
         finally:
             if self._outputs.pop(request_id, None) is not None:
                 self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
@@ -76,7 +91,8 @@ class InProcessEngine:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> PendingOutput:
-        """Return when the request is in the engine's queue, in front of those of a larger ``priority``."""
+        """Return when the request is in the engine's queue, in front of those of a larger
+        ``priority``."""
         params = sampling_params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: Future[RequestOutput] = Future()
@@ -90,7 +106,11 @@ class InProcessEngine:
         return await self._call(lambda: count_tokens(self._engine.output_processor))
 
     async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         return await self._call(lambda: self._engine.collective_rpc(method, timeout, args, kwargs))
 
@@ -100,7 +120,9 @@ class InProcessEngine:
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
         """Stop stepping; requests stay where they are and new ones queue up."""
         if mode != "keep":
-            raise ValueError(f"an in-process engine can be paused with mode='keep' only, got {mode!r}")
+            raise ValueError(
+                f"an in-process engine can be paused with mode='keep' only, got {mode!r}"
+            )
 
         def pause() -> None:
             self._paused = True
@@ -147,7 +169,9 @@ class InProcessEngine:
                 if self._has_work():
                     self._deliver(self._engine.step())
         except Exception:
-            self._refuse_all(EngineDied(f"the vLLM engine stopped working:\n{traceback.format_exc()}"))
+            self._refuse_all(
+                EngineDied(f"the vLLM engine stopped working:\n{traceback.format_exc()}")
+            )
 
     def _has_work(self) -> bool:
         return self._is_built and not self._paused and self._engine.has_unfinished_requests()
@@ -203,7 +227,8 @@ class _Command:
 
 
 async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
-    """An engine on a thread of this process, or in processes that end with this one; raises what vLLM raises."""
+    """An engine on a thread of this process, or in processes that end with this one; raises what
+    vLLM raises."""
     if in_process:
         return await InProcessEngine.start(engine_args)
     llm = AsyncLLMEngine.from_engine_args(engine_args)
@@ -213,45 +238,64 @@ async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
 
 
 class OfflineEngine:
-    """Completes prompts with the weights of the disk. What is asked for together is queued before the engine steps, and
-    nothing cached is left from before: what is batched with what, and so every rounding, depends on the request
-    alone."""
+    """Completes prompts with the weights of the disk. What is asked for together is queued before
+    the engine steps, and nothing cached is left from before: what is batched with what, and so
+    every rounding, depends on the request alone."""
 
     def __init__(self, llm: Any, stall_timeout_s: float) -> None:
         self._llm, self._stall_timeout_s, self._asked = llm, stall_timeout_s, 0
 
     @classmethod
     async def start(cls, engine_args: dict[str, Any], timeout_s: float) -> OfflineEngine:
-        """Load the model with `launch.offline_engine_args`; `launch.engine_env` has to be in the environment before
-        this module is imported. ``timeout_s`` also is the longest time in which no completion finishes. Raises
-        EngineStartError."""
+        """Load the model with `launch.offline_engine_args`; `launch.engine_env` has to be in the
+        environment before this module is imported. ``timeout_s`` also is the longest time in which
+        no completion finishes. Raises EngineStartError."""
         in_process, model = engine_args.pop("in_process", False), engine_args["model"]
         try:
-            llm = await asyncio.wait_for(start_engine(AsyncEngineArgs(**engine_args), in_process), timeout_s)
+            llm = await asyncio.wait_for(
+                start_engine(AsyncEngineArgs(**engine_args), in_process), timeout_s
+            )
         except TimeoutError as error:
-            raise EngineStartError(f"vLLM did not load {model} within {timeout_s:g} s (--engine_timeout_s)") from error
+            raise EngineStartError(
+                f"vLLM did not load {model} within {timeout_s:g} s (--engine_timeout_s)"
+            ) from error
         except Exception as error:
-            raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+            raise EngineStartError(
+                f"vLLM did not start: {type(error).__name__}: {error}"
+            ) from error
         return cls(llm, timeout_s)
 
     async def complete(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
         stop_token_ids: list[int],
-    ) -> list[list[int]]:  # fmt: skip
-        """Sampled token ids of one completion for each prompt, in order, the one that ended it included; seeds are
-        below 2**63. Raises GenerationTimeout: nothing finished for ``stall_timeout_s``; EngineDied."""
+    ) -> list[list[int]]:
+        """Sampled token ids of one completion for each prompt, in order, the one that ended it
+        included; seeds are below 2**63. Raises GenerationTimeout: nothing finished for
+        ``stall_timeout_s``; EngineDied."""
         params = [
             SamplingParams(
-                temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids,
-                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for seed in seeds
-        ]  # fmt: skip
+        ]
         try:
             requests = await asyncio.wait_for(self._queue(prompts, params), self._stall_timeout_s)
         except TimeoutError as error:
             raise GenerationTimeout(
-                f"vLLM did not take {len(prompts)} requests within {self._stall_timeout_s:g} s: the engine hangs"
+                f"vLLM did not take {len(prompts)} requests within {self._stall_timeout_s:g} s: "
+                "the engine hangs"
             ) from error
         outputs = [asyncio.ensure_future(request.get()) for request in requests]
         for number, finished in enumerate(asyncio.as_completed(outputs)):
@@ -259,9 +303,9 @@ class OfflineEngine:
                 await asyncio.wait_for(finished, self._stall_timeout_s)
             except TimeoutError as error:
                 raise GenerationTimeout(
-                    f"no completion finished for {self._stall_timeout_s:g} s, {len(outputs) - number} of "
-                    f"{len(outputs)} are missing: the engine hangs, or --engine_timeout_s is too short for "
-                    f"{max_tokens} tokens"
+                    f"no completion finished for {self._stall_timeout_s:g} s, "
+                    f"{len(outputs) - number} of {len(outputs)} are missing: the engine hangs, "
+                    f"or --engine_timeout_s is too short for {max_tokens} tokens"
                 ) from error
         return [list(output.result().outputs[0].token_ids) for output in outputs]
 

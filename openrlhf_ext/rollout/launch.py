@@ -22,18 +22,20 @@ from openrlhf_ext.rollout.response import EngineStartError
 logger = logging.getLogger(__name__)
 _SAY_SO_S = 15.0  # of waiting
 _GPU_BATCH = (1024, 8192)
-"""Sequences and tokens of a step that vLLM's server has on an H100 (an engine in an actor would get 128 and 2048)."""
+"""Sequences and tokens of a step that vLLM's server has on an H100 (an engine in an actor would get
+128 and 2048)."""
 _CPU_BATCH = (256, 4096)
 """vLLM's 128 sequences leave a tenth of the speed of a tiny model unused."""
 _SHARE = 0.2
 """Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
 _OTHER_CALLS = 100
-"""Calls of an engine besides its requests: questions and weight updates, with room for some that nobody awaits."""
+"""Calls of an engine besides its requests: questions and weight updates, with room for some that
+nobody awaits."""
 
 
 class EngineFleet(list):
-    """Handles of the engines, in order; a new engine takes the place of an old one in the list itself. Whoever keeps it
-    sees that; a copy that went to another process is an ordinary list."""
+    """Handles of the engines, in order; a new engine takes the place of an old one in the list
+    itself. Whoever keeps it sees that; a copy that went to another process is an ordinary list."""
 
     def __init__(self, start: Callable[[int], Any], num_engines: int) -> None:
         super().__init__(start(index) for index in range(num_engines))
@@ -49,8 +51,8 @@ class EngineFleet(list):
 
 @dataclass(frozen=True)
 class EnginePlaces:
-    """Bundles of which engines take a fifth of each, in the order in which workers take them: the policy's, or of their
-    own."""
+    """Bundles of which engines take a fifth of each, in the order in which workers take them: the
+    policy's, or of their own."""
 
     group: PlacementGroup
     bundles: Sequence[int]
@@ -75,16 +77,19 @@ def create_rollout_engines(
     more_env: Mapping[str, str] = MappingProxyType({}),
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineFleet:
-    """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
+    """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError,
+    EngineStartError.
 
     Args:
         options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
-        batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
+        batch_invariant: GPUs only: kernels whose results do not depend on what else is in the
+        batch; slower.
         adapter: rank and modules of those that updates bring in the place of all weights.
         tells_entropies: of the distributions that tokens are sampled from, with the completions.
-        routed_experts: of a mixture of experts, with the completions (`response.Response.experts_RLK`). vLLM keeps a
+        routed_experts: of a mixture of experts, with the completions
+        (`response.Response.experts_RLK`). vLLM keeps a
             row for every slot of its cache on the host: layers x experts of a token, bytes.
         more_env: of the engines' processes, beside `engine_env`.
         hf_overrides: entries of the model's config.json that are others for vLLM.
@@ -109,8 +114,8 @@ def create_rollout_engines(
     }
     overrides = dict(hf_overrides)
     if options.dtype != "fp32":
-        # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
-        # training-inference consistency" (vllm 0.32.0 config/model.py:2082)
+        # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required
+        # for RL training-inference consistency" (vllm 0.32.0 config/model.py:2082)
         overrides["head_dtype"] = "float32"
     engine_args["hf_overrides"] = overrides
     engine_args |= batch_limits(use_gpu, options, max_model_len)
@@ -123,16 +128,21 @@ def create_rollout_engines(
         share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
         engine_args |= {"gpu_memory_utilization": share, "enable_sleep_mode": options.enable_sleep}
         if routed_experts:
-            # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM refuses the two
+            # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM
+            # refuses the two
             engine_args["moe_backend"] = "triton"
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    environment = {**engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant), **more_env}
+    environment = {
+        **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant),
+        **more_env,
+    }
 
     def start(index: int) -> Any:
         placing, extra = placements[index]
-        # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.60.0 actor.py:1943), fewer than an engine batches
+        # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.60.0 actor.py:1943), fewer
+        # than an engine batches
         calls = {"max_concurrency": max_requests + _OTHER_CALLS}
         placing = {"runtime_env": {"env_vars": environment}, **calls, **placing}
         return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
@@ -141,7 +151,8 @@ def create_rollout_engines(
 
 
 def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
-    """Environment of an engine's process, to be there before vLLM is imported. A model in a directory needs no hub."""
+    """Environment of an engine's process, to be there before vLLM is imported. A model in a
+    directory needs no hub."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -150,22 +161,26 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
     if os.path.isdir(model_path):
         environment["HF_HUB_OFFLINE"] = "1"
     if use_gpu:
-        # CUDA's own default: the 1 that ranks want (examples/scripts/ray_node.sh) would make vLLM's second stream, on
-        # which its V2 runner copies results, wait for the first
+        # CUDA's own default: the 1 that ranks want (examples/scripts/ray_node.sh) would make vLLM's
+        # second stream, on which its V2 runner copies results, wait for the first
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding to cores that others use costs a factor of 5
+            # binding to cores that others use costs a factor of 5
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, which takes longer than most tests
+            # else the first log-prob compiles C++, which takes longer than most tests
+            "TORCHDYNAMO_DISABLE": "1",
         }
     return environment
 
 
-def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "rollout engine") -> None:
+def wait_until_ready(
+    engines: Sequence[Any], timeout_s: float, name: str = "rollout engine"
+) -> None:
     """Wait until every engine serves; messages call one ``name``. Raises EngineStartError."""
     pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
     started = time.monotonic()
@@ -175,7 +190,13 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
         missing = sorted(pending.values())
         if not ready and left > _SAY_SO_S:
             waited = time.monotonic() - started
-            logger.info("waiting for %ss %s: %.0f s so far; Ray has free: %s", name, missing, waited, _free())
+            logger.info(
+                "waiting for %ss %s: %.0f s so far; Ray has free: %s",
+                name,
+                missing,
+                waited,
+                _free(),
+            )
             continue
         if not ready:
             raise EngineStartError(_timeout_message(name, missing, timeout_s), missing)
@@ -189,8 +210,9 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
 def _timeout_message(name: str, missing: list[int], timeout_s: float) -> str:
     return (
         f"{name}s {missing} were not ready within {round(timeout_s, 1):g} s (what was left of "
-        f"vllm.start_timeout_s). Ray has free: {_free()}; an engine whose resources are taken never starts. Otherwise "
-        "see the RolloutEngine actors' logs in Ray's session directory (by default /tmp/ray/session_latest/logs)"
+        f"vllm.start_timeout_s). Ray has free: {_free()}; an engine whose resources are taken "
+        "never starts. Otherwise see the RolloutEngine actors' logs in Ray's session directory "
+        "(by default /tmp/ray/session_latest/logs)"
     )
 
 
@@ -199,39 +221,53 @@ def _free() -> dict[str, float]:
 
 
 def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, int]:
-    """The size of a step; what is not asked for gives way to what is, because every sequence of a step has a token."""
+    """The size of a step; what is not asked for gives way to what is, because every sequence of a
+    step has a token."""
     sequences, tokens = options.max_num_seqs, options.max_num_batched_tokens
     usual_sequences, usual_tokens = _GPU_BATCH if use_gpu else _CPU_BATCH
     if not use_gpu:
         usual_tokens = max(usual_tokens, max_model_len)
         if tokens is not None and tokens < max_model_len:
             raise ValueError(
-                "vllm.max_num_batched_tokens must be at least data.max_len where engines run on CPU, which compute a "
-                f"prompt in one step: got {tokens} < {max_model_len}; raise it, or leave it out"
+                "vllm.max_num_batched_tokens must be at least data.max_len where engines run on "
+                f"CPU, which compute a prompt in one step: got {tokens} < {max_model_len}; raise "
+                "it, or leave it out"
             )
     sequences = sequences or min(usual_sequences, tokens or usual_sequences)
     captured = options.max_cudagraph_capture_size if use_gpu else None
     graphs = {} if captured is None else {"max_cudagraph_capture_size": captured}
-    return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences), **graphs}
+    return {
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": tokens or max(usual_tokens, sequences),
+        **graphs,
+    }
 
 
 def cpu_engine_args(options: Vllm) -> dict[str, Any]:
     """``in_process`` says whether the engine can run on a thread."""
     return {
-        "kv_cache_memory_bytes": options.kv_cache_mib << 20,  # vLLM's default is 92 % of the machine's memory
+        # vLLM's default is 92 % of the machine's memory
+        "kv_cache_memory_bytes": options.kv_cache_mib << 20,
         "in_process": options.tensor_parallel_size == 1,
         "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
-        # A prompt cut in two rolls back the offset of its request's generator, which CPU generators do not have
-        # (vllm 0.32.0 v1/worker/gpu_model_runner.py:3502): the engine would die at the first long seeded batch.
+        # A prompt cut in two rolls back the offset of its request's generator, which CPU generators
+        # do not have
+        # (vllm 0.32.0 v1/worker/gpu_model_runner.py:3502): the engine would die at the first long
+        # seeded batch.
         "enable_chunked_prefill": False,
     }
 
 
 def offline_engine_args(
-    model_path: str, dtype: str, max_model_len: int, options: Vllm, gpu_share: float | None,
+    model_path: str,
+    dtype: str,
+    max_model_len: int,
+    options: Vllm,
+    gpu_share: float | None,
     hf_overrides: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on CPU,
+) -> dict[str, Any]:
+    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on
+    CPU,
     ``hf_overrides`` as of `create_rollout_engines`."""
     use_gpu = gpu_share is not None
     engine_args = {
@@ -258,12 +294,19 @@ def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placeme
     num_engines = options.num_engines
     if places is not None:
         bundles = places.bundles[:: options.tensor_parallel_size][:num_engines]
-        slots = [PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=one) for one in bundles]
-        return [({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0}) for slot in slots]
+        slots = [
+            PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=one)
+            for one in bundles
+        ]
+        return [
+            ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
+            for slot in slots
+        ]
     if num_engines > (cpus := ray.cluster_resources().get("CPU", 0.0)):
         raise EngineStartError(
             f"{num_engines} rollout engines need {num_engines} CPUs, the Ray cluster has "
-            f"{cpus:g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
+            f"{cpus:g}: start fewer engines, or Ray with more CPUs (it does not check that they "
+            "exist)"
         )
     return [({"num_cpus": 1, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
@@ -276,10 +319,16 @@ def _gpu_placements(options: Vllm, places: EnginePlaces) -> list[_Placement]:
     for index in range(options.num_engines):
         mine = list(places.bundles[index * workers : (index + 1) * workers])
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=places.group, placement_group_capture_child_tasks=True, placement_group_bundle_index=mine[0]
+            placement_group=places.group,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=mine[0],
         )
         placing = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
         bundles = mine if workers > 1 else None
-        extra = {"bundle_indices": bundles, "num_gpus": _SHARE, "distributed_executor_backend": backend}
+        extra = {
+            "bundle_indices": bundles,
+            "num_gpus": _SHARE,
+            "distributed_executor_backend": backend,
+        }
         placements.append((placing, extra))
     return placements

@@ -1,9 +1,12 @@
-"""The proof that the engines sample from the policy's weights: both score the same fixed text after every weight sync.
+"""The proof that the engines sample from the policy's weights: both score the same fixed text after
+every weight sync.
 
-The text is what the model says itself at the start of the run: random tokens are so unlikely (log-probs of -15 to
--20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave the text while it
-learns, so differences of unlikely tokens count in proportion to their log-prob. The engine's last value is computed
-from its prefix cache, so that keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
+The text is what the model says itself at the start of the run: random tokens are so unlikely
+(log-probs of -15 to
+-20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave
+the text while it learns, so differences of unlikely tokens count in proportion to their log-prob.
+The engine's last value is computed from its prefix cache, so that keys and values of older weights
+show too (`RolloutEngine.probe_logprobs`).
 """
 
 from __future__ import annotations
@@ -25,29 +28,33 @@ _GROWTH, _SLACK = 3.0, 0.25
 _LAST_TOKENS = 16
 """Among so many the text's last token is chosen."""
 _UNLIKELY = 5.0
-"""Differences count in full down to a log-prob of minus this, below in proportion: rounding grows with the number."""
+"""Differences count in full down to a log-prob of minus this, below in proportion: rounding grows
+with the number."""
 _ONE_OF_ALL = 4.0
 """One token's rounding may be so much larger than the mean of all."""
 
 
 def end_of_probe(logprobs: Sequence[float]) -> int:
-    """Where to cut a sampled text: after one of the last tokens whose probability is near one half. The last token
-    alone is scored on top of the prefix cache, and one that is certain is certain under any weights."""
+    """Where to cut a sampled text: after one of the last tokens whose probability is near one half.
+    The last token alone is scored on top of the prefix cache, and one that is certain is certain
+    under any weights."""
     first = max(0, len(logprobs) - _LAST_TOKENS)
     return 1 + min(range(first, len(logprobs)), key=lambda i: abs(math.exp(logprobs[i]) - 0.5))
 
 
 def limit_of_probe(tolerance: float, baseline: float | None) -> float:
-    """The difference above which something is odd, nats. Rounding grows with the model: at the start (``baseline``
-    None), with the weights from the disk, any up to ``tolerance`` is taken for that; later ones are expected near
-    the baseline."""
-    return tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
+    """The difference above which something is odd, nats. Rounding grows with the model: at the
+    start (``baseline`` None), with the weights from the disk, any up to ``tolerance`` is taken for
+    that; later ones are expected near the baseline."""
+    return (
+        tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
+    )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the log-probs that two models give to the same tokens, nats (`relative_difference`): mean over all, that
-    of the last one, position of the largest."""
+    """Between the log-probs that two models give to the same tokens, nats (`relative_difference`):
+    mean over all, that of the last one, position of the largest."""
 
     mean: float
     last: float
@@ -55,21 +62,25 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """What is compared with a limit: the mean; or the last token's share, where that is out of proportion."""
+        """What is compared with a limit: the mean; or the last token's share, where that is out of
+        proportion."""
         return max(self.mean, self.last / _ONE_OF_ALL)
 
 
 def relative_difference(one_N: Tensor, other_N: Tensor) -> Difference:
-    """How far apart two models' (N,) log-probs of the same tokens are beside their rounding: in full down to a log-prob
-    of -5, below in proportion to it; infinite or NaN if one of them is not finite.
+    """How far apart two models' (N,) log-probs of the same tokens are beside their rounding: in
+    full down to a log-prob of -5, below in proportion to it; infinite or NaN if one of them is not
+    finite.
 
-    bf16 keeps 8 bits of any number, so what it makes of an unlikely token's log-prob grows with that. Weighed by
-    probability instead, the difference of a policy that had left the text was that of its few likeliest tokens,
-    which reached 0.11 nats (tests/rollout/wide_model.py with other prompts, update 251; 0.02 on average in this
-    form).
+    bf16 keeps 8 bits of any number, so what it makes of an unlikely token's log-prob grows with
+    that. Weighed by probability instead, the difference of a policy that had left the text was that
+    of its few likeliest tokens, which reached 0.11 nats (tests/rollout/wide_model.py with other
+    prompts, update 251; 0.02 on average in this form).
     """
     one_N, other_N = (values.detach().double().cpu().flatten() for values in (one_N, other_N))
-    share_N = (one_N - other_N).abs() / (torch.maximum(one_N, other_N).neg() / _UNLIKELY).clamp(min=1.0)
+    share_N = (one_N - other_N).abs() / (torch.maximum(one_N, other_N).neg() / _UNLIKELY).clamp(
+        min=1.0
+    )
     return Difference(float(share_N.mean()), float(share_N[-1]), int(share_N.argmax()))
 
 
@@ -80,43 +91,57 @@ def check_sync(
     version: int,
     limit: float | None = None,
 ) -> float:
-    """Largest difference between the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at temperature 1 and any
-    engine's (`Difference.size`), nats.
+    """Largest difference between the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at
+    temperature 1 and any engine's (`Difference.size`), nats.
 
     Above ``limit`` (None: none) it is odd, and said; above ``tolerance`` no rounding explains it:
-    WeightSyncMismatch. The weights are proved by checksums; this finds an engine that computes something else from
-    them (another temperature, other positions), or reads keys and values of old ones.
+    WeightSyncMismatch. The weights are proved by checksums; this finds an engine that computes
+    something else from them (another temperature, other positions), or reads keys and values of old
+    ones.
     """
     policy_N = policy_logprobs.detach().double().cpu().flatten()
     lengths = [len(engine) for engine in engine_logprobs]
     if not lengths or any(length != len(policy_N) for length in lengths):
-        raise ValueError(f"the probe needs equally many log-probs: policy {len(policy_N)}, engines {lengths}")
-    found = [relative_difference(policy_N, torch.tensor(engine, dtype=torch.float64)) for engine in engine_logprobs]
+        raise ValueError(
+            f"the probe needs equally many log-probs: policy {len(policy_N)}, engines {lengths}"
+        )
+    found = [
+        relative_difference(policy_N, torch.tensor(engine, dtype=torch.float64))
+        for engine in engine_logprobs
+    ]
     lines = _describe(policy_N.tolist(), engine_logprobs, found, tolerance)
     if any(not difference.size <= tolerance for difference in found):  # NaN is one too
         raise WeightSyncMismatch(
-            f"after weight sync {version} the rollout engines do not sample from the policy's weights: log-probs of "
-            f"the probe differ by more than {tolerance:g} nats on average, see weight_sync.probe_tolerance\n{lines}"
+            f"after weight sync {version} the rollout engines do not sample from the policy's "
+            f"weights: log-probs of the probe differ by more than {tolerance:g} nats on average, "
+            f"see weight_sync.probe_tolerance\n{lines}"
         )
     largest = max(difference.size for difference in found)
     if limit is not None and largest > limit:
         logger.warning(
-            "after weight sync %d policy and engines differ more than at the start of the run: above %.2g nats on "
-            "average over the probe. The weights are proved by their checksums; look at "
-            "kl/rollout\n%s", version, limit, lines,
-        )  # fmt: skip
+            "after weight sync %d policy and engines differ more than at the start of the run: "
+            "above %.2g nats on average over the probe. The weights are proved by their "
+            "checksums; look at kl/rollout\n%s",
+            version,
+            limit,
+            lines,
+        )
     return largest
 
 
 def _describe(
-    policy: Sequence[float], engines: Sequence[Sequence[float]], found: Sequence[Difference], tolerance: float
+    policy: Sequence[float],
+    engines: Sequence[Sequence[float]],
+    found: Sequence[Difference],
+    tolerance: float,
 ) -> str:
     lines = []
     for index, (engine, difference) in enumerate(zip(engines, found, strict=True)):
         verdict = "ok" if difference.size <= tolerance else "MISMATCH"
         worst = difference.worst
         lines.append(
-            f"- engine {index}: {verdict}, {difference.mean:.3g} on average, {difference.last:.3g} at the last token, "
-            f"worst at position {worst}: policy {policy[worst]:.6f}, engine {engine[worst]:.6f}"
+            f"- engine {index}: {verdict}, {difference.mean:.3g} on average, "
+            f"{difference.last:.3g} at the last token, worst at position {worst}: policy "
+            f"{policy[worst]:.6f}, engine {engine[worst]:.6f}"
         )
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""What is asked of an engine, and what comes back: a group of graded completions as flat arrays; and how rollout fails.
+"""What is asked of an engine, and what comes back: a group of graded completions as flat arrays;
+and how rollout fails.
 
 Importable without Ray, vLLM and torch; every error survives the way through Ray with its message.
-Shape suffixes: S = tokens of a sequence, T = its completion tokens, R = its first tokens, which routers have seen, L =
-layers, K = experts of a token.
+Shape suffixes: S = tokens of a sequence, T = its completion tokens, R = its first tokens, which
+routers have seen, L = layers, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 Span = tuple[int, int, int]
 """(version of the weights, first token, end)"""
 SPANS_KEY = "weight_versions"
-"""Where a response carries the spans of its whole token sequence; tokens that were not sampled are in none."""
+"""Where a response carries the spans of its whole token sequence; tokens that were not sampled are
+in none."""
 ROUTING_KEY = "routed_experts"
 """Where a response carries rows of experts, of the first tokens of its whole sequence."""
 
@@ -29,7 +31,8 @@ class RolloutError(RuntimeError):
 
 
 class EngineStartError(RolloutError):
-    """An engine did not start; the message holds its own error, ``engines`` the positions among those waited for."""
+    """An engine did not start; the message holds its own error, ``engines`` the positions among
+    those waited for."""
 
     def __init__(self, message: str, engines: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -41,11 +44,13 @@ class EngineDied(RolloutError):
 
 
 class NotFP8(RolloutError):
-    """Linear layers of an engine do not compute in FP8 as they were asked to, or some do that should not."""
+    """Linear layers of an engine do not compute in FP8 as they were asked to, or some do that
+    should not."""
 
 
 class InvalidWeights(RolloutError):
-    """A weight update did not complete, so that the engine refuses to sample until a later one does."""
+    """A weight update did not complete, so that the engine refuses to sample until a later one
+    does."""
 
 
 class GenerationTimeout(RolloutError):
@@ -53,24 +58,29 @@ class GenerationTimeout(RolloutError):
 
 
 class TokenVersions:
-    """Which weights each token was sampled with, when they change in the middle of requests (not in vLLM 0.32).
+    """Which weights each token was sampled with, when they change in the middle of requests (not in
+    vLLM 0.32).
 
-    At every update the engine stands still; what each unfinished request has got by then was sampled with the
-    weights before, the rest with those after. A completion's versions are spans ``(version, start, end)`` of its
-    tokens, in order, without gaps. A request that was made but had not reached vLLM when an update ended counts as
-    begun with the weights before: its tokens may be younger than stated, never older.
+    At every update the engine stands still; what each unfinished request has got by then was
+    sampled with the weights before, the rest with those after. A completion's versions are spans
+    ``(version, start, end)`` of its tokens, in order, without gaps. A request that was made but had
+    not reached vLLM when an update ended counts as begun with the weights before: its tokens may be
+    younger than stated, never older.
     """
 
     def __init__(self) -> None:
-        self._changes: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens by then, new version)
+        # request -> (tokens by then, new version)
+        self._changes: dict[str, list[tuple[int, int]]] = {}
 
     def change(self, version: int, tokens: Mapping[str, int]) -> None:
-        """The weights are now those of ``version``; ``tokens`` so far of every unfinished request, by request id."""
+        """The weights are now those of ``version``; ``tokens`` so far of every unfinished request,
+        by request id."""
         for request, count in tokens.items():
             self._changes.setdefault(request, []).append((count, version))
 
     def take(self, request: str, begun_with: int, num_tokens: int) -> list[Span]:
-        """Spans of a finished request that began when the weights were of version ``begun_with``; forgets it."""
+        """Spans of a finished request that began when the weights were of version ``begun_with``;
+        forgets it."""
         spans, version, start = [], begun_with, 0
         for count, next_version in self._changes.pop(request, ()):
             if count > start:
@@ -83,7 +93,8 @@ class TokenVersions:
 
 
 def count_tokens(output_processor: Any) -> dict[str, int]:
-    """Tokens so far of every unfinished request of vLLM's output processor, by the id it was made with."""
+    """Tokens so far of every unfinished request of vLLM's output processor, by the id it was made
+    with."""
     return {
         state.external_req_id: state.detokenizer.num_output_tokens()
         for state in output_processor.request_states.values()
@@ -92,17 +103,17 @@ def count_tokens(output_processor: Any) -> dict[str, int]:
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed below 2**63 that is a function of these numbers: a group's of the run's seed and its number, a
-    completion's of its group's and its place, a later turn's of its completion's. A group that is asked for again
-    draws the same samples."""
+    """A seed below 2**63 that is a function of these numbers: a group's of the run's seed and its
+    number, a completion's of its group's and its place, a later turn's of its completion's. A group
+    that is asked for again draws the same samples."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled. ``max_new_tokens`` None is what ``max_len``, of prompt and completion together,
-    leaves after the prompt."""
+    """How completions are sampled. ``max_new_tokens`` None is what ``max_len``, of prompt and
+    completion together, leaves after the prompt."""
 
     temperature: float
     top_p: float
@@ -112,10 +123,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, of which ``samples`` graded completions are wanted; an engine makes all that it is asked for, a
-    guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed``: numbers from which, with its own, that
-    of a completion is derived; None: the engine's own random numbers. ``grader``: as reward.remote_url, None = the
-    run's."""
+    """One prompt, of which ``samples`` graded completions are wanted; an engine makes all that it
+    is asked for, a guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed``:
+    numbers from which, with its own, that of a completion is derived; None: the engine's own random
+    numbers. ``grader``: as reward.remote_url, None = the run's."""
 
     prompt: str
     label: Any
@@ -135,23 +146,30 @@ class Response:
 
     Attributes:
         tokens_S: int32 prompt and completion, and for agents the observations in between.
-        logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it does not tell.
-        entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None if it was not asked to.
+        logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it
+        does not tell.
+        entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None if
+        it was not asked to.
         actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
         versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
-        reward, score: None until a reward model has scored the batch; any other grade comes with the completion.
+        reward, score: None until a reward model has scored the batch; any other grade comes with
+        the completion.
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.
-        experts_RLK: uint8 or uint16 numbers of the experts that every layer's router took, in the router's order, for
-            the first R tokens of ``tokens_S``, without a hole; those of a sampled token are of the weights that sampled
-            the next one, those of what was there before of the weights that saw it first. None if the engine was not
-            asked to tell. R is all tokens but the last of the completion: no router has seen that one, nor what an
-            environment wrote behind it. It is less only where an agent changed what was sampled: not even the engine
-            has seen what comes after that.
-        experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of such arrays, and
+        experts_RLK: uint8 or uint16 numbers of the experts that every layer's router took, in the
+        router's order, for
+            the first R tokens of ``tokens_S``, without a hole; those of a sampled token are of the
+            weights that sampled the next one, those of what was there before of the weights that
+            saw it first. None if the engine was not asked to tell. R is all tokens but the last of
+            the completion: no router has seen that one, nor what an environment wrote behind it. It
+            is less only where an agent changed what was sampled: not even the engine has seen what
+            comes after that.
+        experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of
+        such arrays, and
             which of them is this completion's. They are fetched where they are used.
-        receipt: what ``signed`` made of tokens and reward where the completion was graded; None: a reward model grades.
+        receipt: what ``signed`` made of tokens and reward where the completion was graded; None: a
+        reward model grades.
     """
 
     tokens_S: np.ndarray
@@ -169,25 +187,32 @@ class Response:
     receipt: int | None = None
 
     def signed(self) -> Response:
-        """With a receipt, by which whoever trains on it sees that tokens and reward belong together."""
+        """With a receipt, by which whoever trains on it sees that tokens and reward belong
+        together."""
         return replace(self, receipt=self._sum)
 
     def check_logprobs(self) -> None:
         """Raises RolloutError: the engine's log-probs are not finite."""
         if self.logprobs_T is not None and not np.isfinite(self.logprobs_T).all():
-            raise RolloutError("an engine sampled with log-probs that are not finite: it does not compute the policy")
+            raise RolloutError(
+                "an engine sampled with log-probs that are not finite: it does not compute the "
+                "policy"
+            )
 
     def check_reward(self) -> None:
         """Raises RolloutError: the reward is not the one that these tokens were graded with."""
         if self.receipt not in (None, self._sum):
             raise RolloutError(
-                f"a completion of {self.sampled} tokens came with the reward {self.reward}, which is not the one that "
-                "it was graded with: completions or rewards changed places on their way from the engine"
+                f"a completion of {self.sampled} tokens came with the reward {self.reward}, "
+                "which is not the one that it was graded with: completions or rewards changed "
+                "places on their way from the engine"
             )
 
     @property
     def _sum(self) -> int:
-        return zlib.crc32(self.tokens_S.tobytes(), zlib.crc32(struct.pack("<d", graded(self.reward))))
+        return zlib.crc32(
+            self.tokens_S.tobytes(), zlib.crc32(struct.pack("<d", graded(self.reward)))
+        )
 
     @property
     def sampled(self) -> int:
@@ -195,34 +220,43 @@ class Response:
 
     @property
     def span(self) -> int:
-        """Tokens from the first to the last one of the completion, observations in between included."""
+        """Tokens from the first to the last one of the completion, observations in between
+        included."""
         return self.actions[-1][1] - self.actions[0][0] if self.actions else 0
 
     @property
     def written(self) -> int:
-        """Tokens from the first of the completion to the last of all, what the environment wrote included."""
+        """Tokens from the first of the completion to the last of all, what the environment wrote
+        included."""
         return len(self.tokens_S) - self.actions[0][0] if self.actions else 0
 
     @property
     def sampled_T(self) -> np.ndarray:
-        """Bool, of the ``written`` tokens: those of the completion; the others are of an agent's environment."""
+        """Bool, of the ``written`` tokens: those of the completion; the others are of an agent's
+        environment."""
         sampled_S = np.zeros(len(self.tokens_S), dtype=bool)
         for start, stop in self.actions:
             sampled_S[start:stop] = True
         return sampled_S[len(self.tokens_S) - self.written :]
 
     @classmethod
-    def empty(cls, prompt_ids: Iterable[int], reward: float, extra_logs: dict[str, float]) -> Response:
+    def empty(
+        cls, prompt_ids: Iterable[int], reward: float, extra_logs: dict[str, float]
+    ) -> Response:
         """Of an episode in which nothing was sampled: its group is not trained on."""
         tokens_S = np.array([*prompt_ids], dtype=np.int32)
         return cls(tokens_S, np.zeros(0, np.float32), (), (), reward, 0.0, False, extra_logs)
 
     @classmethod
     def of_agent(cls, answer: Mapping[str, Any], max_len: int) -> Response:
-        """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens. It is truncated, too,
-        where the policy's words are cut, or others fill ``max_len``, unless these are the last of an episode that is
+        """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens. It is
+        truncated, too, where the policy's words are cut, or others fill ``max_len``, unless these
+        are the last of an episode that is
         ``done``: OpenRLHF's executor ends without a flag where no token is left."""
-        last, length = max(stop for _, stop in answer["action_ranges"]), len(answer["observation_tokens"])
+        last, length = (
+            max(stop for _, stop in answer["action_ranges"]),
+            len(answer["observation_tokens"]),
+        )
         done = answer.get("done", last == length)  # known of an environment only
         is_full = last > max_len or (length >= max_len and not done)
         tokens_S = np.asarray(answer["observation_tokens"][:max_len], dtype=np.int32)
@@ -231,21 +265,32 @@ class Response:
         if logprobs is not None:
             kept = [np.asarray(logprobs[start:stop], dtype=np.float32) for start, stop in actions]
             logprobs = np.concatenate([np.zeros(0, np.float32), *kept])
-        versions = ((version, *span) for version, first, end in answer.get(SPANS_KEY, ())
-                    for span in _cut([(first, end)], len(tokens_S)))  # fmt: skip
+        versions = (
+            (version, *span)
+            for version, first, end in answer.get(SPANS_KEY, ())
+            for span in _cut([(first, end)], len(tokens_S))
+        )
         experts_RLK = answer.get(ROUTING_KEY)
         return cls(
-            tokens_S, logprobs, actions, tuple(versions), float(answer["reward"]), float(answer["scores"]),
+            tokens_S,
+            logprobs,
+            actions,
+            tuple(versions),
+            float(answer["reward"]),
+            float(answer["scores"]),
             bool(answer.get("truncated", False)) or is_full,
             {name: float(value) for name, value in answer["extra_logs"].items()},
             experts_RLK=None if experts_RLK is None else experts_RLK[: len(tokens_S) - 1],
-        ).signed()  # fmt: skip
+        ).signed()
 
 
 def graded(number: float | None) -> float:
     """A completion's reward or score. Raises ValueError: a reward model has yet to score it."""
     if number is None:
-        raise ValueError("a completion is not graded: a reward model scores whole batches, before they are shaped")
+        raise ValueError(
+            "a completion is not graded: a reward model scores whole batches, before they are "
+            "shaped"
+        )
     return number
 
 
@@ -254,7 +299,8 @@ def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, i
 
 
 class _Text(NamedTuple):
-    """What a request has made of a prompt, and rows of experts of its tokens from ``first`` on, but for the last."""
+    """What a request has made of a prompt, and rows of experts of its tokens from ``first`` on, but
+    for the last."""
 
     tokens_S: np.ndarray
     first: int
@@ -262,8 +308,9 @@ class _Text(NamedTuple):
 
 
 class RoutedTexts:
-    """Rows of experts of one response, as its requests bring them. A request goes on where others ended, and brings
-    the rows that they lack: of their last token, of what an environment wrote, and of what it samples itself."""
+    """Rows of experts of one response, as its requests bring them. A request goes on where others
+    ended, and brings the rows that they lack: of their last token, of what an environment wrote,
+    and of what it samples itself."""
 
     def __init__(self) -> None:
         self._texts: list[_Text] = []
@@ -274,8 +321,8 @@ class RoutedTexts:
         self._texts.append(_Text(tokens_S, len(tokens_S) - 1 - len(experts_RLK), experts_RLK))
 
     def known(self, tokens: Iterable[int]) -> list[np.ndarray]:
-        """Rows of the first of these tokens, as far as they are known. A router has seen all tokens before its own, so
-        that a row is one of this text only if all of these are the same."""
+        """Rows of the first of these tokens, as far as they are known. A router has seen all tokens
+        before its own, so that a row is one of this text only if all of these are the same."""
         if not self._texts:
             return []
         tokens_S, have, parts = np.fromiter(tokens, np.int32), 0, []
@@ -295,9 +342,9 @@ def _same(one_S: np.ndarray, other_S: np.ndarray) -> int:
 
 
 class ResponseRecorder:
-    """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from, and
-    which experts they took. ``seed`` is of the response, from which every request without one gets a seed of its
-    own."""
+    """Stands in for the engine while one response is made, and afterwards says which weights its
+    tokens came from, and which experts they took. ``seed`` is of the response, from which every
+    request without one gets a seed of its own."""
 
     def __init__(self, engine: Any, seed: int | None = None) -> None:
         self._engine, self._seed, self._turns = engine, seed, 0
@@ -307,7 +354,9 @@ class ResponseRecorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    async def generate(
+        self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._seed is not None and sampling_params.seed is None:
             sampling_params = sampling_params.clone()
             sampling_params.seed = derived_seed(self._seed, self._turns)
@@ -315,7 +364,8 @@ class ResponseRecorder:
         prompt = list(prompt_token_ids)
         if known := sum(map(len, self._routed.known(prompt))):
             sampling_params = sampling_params.clone()
-            sampling_params.routed_experts_prompt_start = min(known, len(prompt) - 1)  # vLLM wants one token at least
+            # vLLM wants one token at least
+            sampling_params.routed_experts_prompt_start = min(known, len(prompt) - 1)
         output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
         for completion in output.outputs:
             self._sampled.append((list(completion.token_ids), completion.weight_versions))
@@ -324,11 +374,13 @@ class ResponseRecorder:
         return output
 
     def annotate(self, response: Any) -> Any:
-        """Adds ``SPANS_KEY``, and ``ROUTING_KEY`` where the engine tells experts, to a response in OpenRLHF's form; one
-        of another form is left alone. An action whose tokens no request returned counts as sampled with the oldest
-        weights of the whole response."""
+        """Adds ``SPANS_KEY``, and ``ROUTING_KEY`` where the engine tells experts, to a response in
+        OpenRLHF's form; one of another form is left alone. An action whose tokens no request
+        returned counts as sampled with the oldest weights of the whole response."""
         if isinstance(response, dict) and "action_ranges" in response and self._sampled:
-            oldest = min((version for _, spans in self._sampled for version, _, _ in spans), default=0)
+            oldest = min(
+                (version for _, spans in self._sampled for version, _, _ in spans), default=0
+            )
             tokens = response["observation_tokens"]
             response[SPANS_KEY] = [
                 (version, start + first, start + end)
@@ -343,5 +395,9 @@ class ResponseRecorder:
         for index, (sampled, spans) in enumerate(self._sampled):
             if sampled[: len(tokens)] == tokens:
                 del self._sampled[index]
-                return [(v, start, min(end, len(tokens))) for v, start, end in spans if start < len(tokens)]
+                return [
+                    (v, start, min(end, len(tokens)))
+                    for v, start, end in spans
+                    if start < len(tokens)
+                ]
         return [(oldest, 0, len(tokens))] if tokens else []

@@ -1,15 +1,19 @@
-"""vLLM's scheduler, but what is told of a completion's tokens leaves it in one array, at the completion's end.
+"""vLLM's scheduler, but what is told of a completion's tokens leaves it in one array, at the
+completion's end.
 
-vLLM sends three small arrays for every token from the scheduler to whoever asked, which costs more than anything else
-that its Python does for a token (docs/performance.md); a fourth one where it tells routed experts. Token ids still go
-out at every step: by them the engine counts which weights sampled which (`response.TokenVersions`).
+vLLM sends three small arrays for every token from the scheduler to whoever asked, which costs more
+than anything else that its Python does for a token (docs/performance.md); a fourth one where it
+tells routed experts. Token ids still go out at every step: by them the engine counts which weights
+sampled which (`response.TokenVersions`).
 
-vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are bytes in the output's
+vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are
+bytes in the output's
 ``routed_experts``, the one array for which vllm 0.32.0 has a place in a finished completion
-(v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32 log-probs, fp32 entropies where the engine tells
-them (`worker_extension`), and the experts that routers took where it tells those (`vllm_moe.telling_experts`),
-uint8 or uint16. vLLM itself puts these there at every step; rows that have left a step are those of its weights,
-whatever comes later, and a prompt's leave with its first sampled token.
+(v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32 log-probs, fp32 entropies
+where the engine tells them (`worker_extension`), and the experts that routers took where it tells
+those (`vllm_moe.telling_experts`), uint8 or uint16. vLLM itself puts these there at every step;
+rows that have left a step are those of its weights, whatever comes later, and a prompt's leave with
+its first sampled token.
 """
 
 from __future__ import annotations
@@ -35,38 +39,46 @@ _KEY = "logprobs_at_end"
 
 
 def ask_at_end(params: SamplingParams) -> None:
-    """Asks for the log-probs of the sampled tokens, if for any, in one array, and experts with them. Stop strings end a
-    request outside of the scheduler (v1/engine/output_processor.py:768), which then does not know of an end: there all
-    comes as usual."""
+    """Asks for the log-probs of the sampled tokens, if for any, in one array, and experts with
+    them. Stop strings end a request outside of the scheduler (v1/engine/output_processor.py:768),
+    which then does not know of an end: there all comes as usual."""
     if params.logprobs is not None and not params.stop:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
 
 
-def unpack(completion: CompletionOutput, params: SamplingParams, prompt: int, experts: bool = False) -> None:
-    """Puts what came at the end where vLLM has it: log-probs, flat or not, as ``params`` say, entropies in the place of
-    ranks, no ranks and no texts of tokens. If it tells ``experts``, ``routed_experts`` becomes (rows, layers, top-k)
-    uint8 or uint16, in any case: a row for each of the ``prompt`` tokens, from ``params.routed_experts_prompt_start``
-    on, and for each sampled token but the last, which no router has seen. Raises RuntimeError: it is not one for every
+def unpack(
+    completion: CompletionOutput, params: SamplingParams, prompt: int, experts: bool = False
+) -> None:
+    """Puts what came at the end where vLLM has it: log-probs, flat or not, as ``params`` say,
+    entropies in the place of ranks, no ranks and no texts of tokens. If it tells ``experts``,
+    ``routed_experts`` becomes (rows, layers, top-k) uint8 or uint16, in any case: a row for each of
+    the ``prompt`` tokens, from ``params.routed_experts_prompt_start`` on, and for each sampled
+    token but the last, which no router has seen. Raises RuntimeError: it is not one for every
     token."""
     tokens = list(completion.token_ids)
     if (params.extra_args or {}).get(_KEY):
         header, told = _read(completion.routed_experts, len(tokens))
-        logprobs, entropies, rows = np.split(told, np.cumsum([4 * header.logprobs, 4 * header.entropies]))
+        logprobs, entropies, rows = np.split(
+            told, np.cumsum([4 * header.logprobs, 4 * header.entropies])
+        )
         ranks = entropies.view(np.float32).tolist() if header.entropies else [None] * len(tokens)
-        _put_logprobs(completion, logprobs.view(np.float32).tolist(), ranks, flat=params.flat_logprobs)
+        _put_logprobs(
+            completion, logprobs.view(np.float32).tolist(), ranks, flat=params.flat_logprobs
+        )
         completion.routed_experts = header.shaped(rows) if header.rows else None
     start = params.routed_experts_prompt_start
     expected = prompt - start + len(tokens) - 1 if experts and tokens else 0
     found = 0 if completion.routed_experts is None else len(completion.routed_experts)
     if found != expected:
         raise RuntimeError(
-            f"vLLM told {found} rows of routed experts, should be {expected}: of {prompt} tokens of the prompt, from "
-            f"{start} on, and {len(tokens)} that it sampled, without the last"
+            f"vLLM told {found} rows of routed experts, should be {expected}: of {prompt} tokens "
+            f"of the prompt, from {start} on, and {len(tokens)} that it sampled, without the last"
         )
 
 
 class _Header(NamedTuple):
-    """In front of what is told of a completion: how many numbers there are, and the shape of experts."""
+    """In front of what is told of a completion: how many numbers there are, and the shape of
+    experts."""
 
     logprobs: int
     entropies: int
@@ -82,7 +94,9 @@ class _Header(NamedTuple):
         return _HEADER_BYTES + 4 * (self.logprobs + self.entropies) + experts
 
     def shaped(self, experts: np.ndarray) -> np.ndarray:
-        return experts.view(np.dtype(f"u{self.itemsize}")).reshape(self.rows, self.layers, self.topk)
+        return experts.view(np.dtype(f"u{self.itemsize}")).reshape(
+            self.rows, self.layers, self.topk
+        )
 
 
 _HEADER_BYTES = 4 * len(_Header._fields)
@@ -93,24 +107,36 @@ def _read(told: np.ndarray | None, tokens: int) -> tuple[_Header, np.ndarray]:
     whose = f"was it {QUALIFIED_NAME}?"
     if told is None or told.ndim != 1 or told.dtype != np.uint8 or len(told) < _HEADER_BYTES:
         what = "nothing" if told is None else f"{told.dtype} {told.shape}"
-        raise RuntimeError(f"vLLM sampled {tokens} tokens and told {what} of them at their end: {whose}")
-    header = _Header(*told[:_HEADER_BYTES].view(np.int32).tolist())
-    if header.logprobs != tokens or header.entropies not in (0, tokens) or header.nbytes != len(told):
         raise RuntimeError(
-            f"vLLM sampled {tokens} tokens and told {header.logprobs} log-probs and {header.entropies} entropies of "
-            f"them, in {len(told)} bytes, should be {header.nbytes}: {whose}"
+            f"vLLM sampled {tokens} tokens and told {what} of them at their end: {whose}"
+        )
+    header = _Header(*told[:_HEADER_BYTES].view(np.int32).tolist())
+    if (
+        header.logprobs != tokens
+        or header.entropies not in (0, tokens)
+        or header.nbytes != len(told)
+    ):
+        raise RuntimeError(
+            f"vLLM sampled {tokens} tokens and told {header.logprobs} log-probs and "
+            f"{header.entropies} entropies of them, in {len(told)} bytes, should be "
+            f"{header.nbytes}: {whose}"
         )
     return header, told[_HEADER_BYTES:]
 
 
-def _put_logprobs(completion: CompletionOutput, logprobs: list[float], ranks: list[Any], flat: bool) -> None:
+def _put_logprobs(
+    completion: CompletionOutput, logprobs: list[float], ranks: list[Any], flat: bool
+) -> None:
     tokens = list(completion.token_ids)
     if flat:
         starts, ends = list(range(len(tokens))), list(range(1, len(tokens) + 1))
-        completion.logprobs = FlatLogprobs(starts, ends, tokens, logprobs, ranks, [None] * len(tokens))
+        completion.logprobs = FlatLogprobs(
+            starts, ends, tokens, logprobs, ranks, [None] * len(tokens)
+        )
     else:
         completion.logprobs = [
-            {token: Logprob(*numbers)} for token, *numbers in zip(tokens, logprobs, ranks, strict=True)
+            {token: Logprob(*numbers)}
+            for token, *numbers in zip(tokens, logprobs, ranks, strict=True)
         ]
 
 
@@ -121,7 +147,8 @@ class _Kept:
 
     def __init__(self) -> None:
         self.logprobs, self.entropies = array("f"), array("f")
-        # bytes, not vLLM's arrays: those of a token are views, each of which would keep its whole step
+        # bytes, not vLLM's arrays: those of a token are views, each of which would keep its whole
+        # step
         self.experts, self.row = bytearray(), (0, 0, 0)
 
     def add_experts(self, rows: np.ndarray) -> None:
@@ -137,14 +164,17 @@ class _Kept:
 
 
 class _Step:
-    """In the place of a step's `LogprobsLists`: what vLLM cuts out for a request of ``kept`` is added there, and
-    nothing leaves; the others get theirs."""
+    """In the place of a step's `LogprobsLists`: what vLLM cuts out for a request of ``kept`` is
+    added there, and nothing leaves; the others get theirs."""
 
     def __init__(self, told: LogprobsLists, requests: list[str], kept: dict[str, _Kept]) -> None:
         self._told, self._requests, self._kept = told, requests, kept
-        self._logprobs = array("f", told.logprobs[:, 0].astype(np.float32).tobytes())  # the sampled token's is first
+        # the sampled token's is first
+        self._logprobs = array("f", told.logprobs[:, 0].astype(np.float32).tobytes())
         entropies = told.sampled_token_ranks.dtype.kind == "f"  # ranks are integers
-        self._entropies = array("f", told.sampled_token_ranks.astype(np.float32).tobytes() if entropies else b"")
+        self._entropies = array(
+            "f", told.sampled_token_ranks.astype(np.float32).tobytes() if entropies else b""
+        )
 
     def slice_request(self, index: int, count: int) -> LogprobsLists | None:
         kept = self._kept.get(self._requests[index])
@@ -171,7 +201,9 @@ class _AtEnd:
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if request.sampling_params is not None and (request.sampling_params.extra_args or {}).get(_KEY):
+        if request.sampling_params is not None and (request.sampling_params.extra_args or {}).get(
+            _KEY
+        ):
             self._kept[request.request_id] = _Kept()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:

@@ -1,6 +1,8 @@
-"""``sync.plan.bit_sum`` on a GPU in one pass of a Triton kernel; importing this module needs the package ``triton``.
+"""``sync.plan.bit_sum`` on a GPU in one pass of a Triton kernel; importing this module needs the
+package ``triton``.
 
-In torch's operations it took 7 % of an H200's memory rate, more than half of a weight sync by CUDA IPC.
+In torch's operations it took 7 % of an H200's memory rate, more than half of a weight sync by CUDA
+IPC.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ _ROWS, _ROUNDS = 64, 16  # that a program adds up at a time, and how often: 128 
 
 @triton.jit
 def _bit_sum_kernel(
-    words_ptr, total_ptr, rows, FACTOR: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr
-):  # fmt: skip
+    words_ptr,
+    total_ptr,
+    rows,
+    FACTOR: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     """Modulo 2^64, so that the order in which programs add theirs does not matter."""
     first = tl.program_id(0).to(tl.int64) * ROWS * ROUNDS
     sums = tl.zeros((ROWS,), tl.int64)
@@ -34,7 +42,9 @@ def _bit_sum_kernel(
 
 
 @triton.jit
-def _mixed_kernel(words_ptr, mixed_ptr, rows, FACTOR: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr):
+def _mixed_kernel(
+    words_ptr, mixed_ptr, rows, FACTOR: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     places = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]

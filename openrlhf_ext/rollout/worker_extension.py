@@ -1,11 +1,13 @@
-"""What vLLM's workers learn: to replace their weights from a weight-sync group, to sum what they hold, and FP8 layers.
+"""What vLLM's workers learn: to replace their weights from a weight-sync group, to sum what they
+hold, and FP8 layers.
 
-vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
-names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM. On GPUs vLLM's own
+vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class
+into its worker, so names must not clash with those of `vllm.v1.worker`; imports stay at torch and
+vLLM. On GPUs vLLM's own
 ``fp8_per_block`` quantizes at the start and at every reload (vllm 0.32.0
-model_executor/layers/quantization/online/fp8.py:307): fp32 scales of 128x128 of a weight and of 1x128 of
-activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of
-our own takes its place; importing this module registers it.
+model_executor/layers/quantization/online/fp8.py:307): fp32 scales of 128x128 of a weight and of
+1x128 of activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so
+that on CPU a quantization of our own takes its place; importing this module registers it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from vllm.model_executor.kernels.linear import (
 )
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
@@ -62,13 +66,20 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
-def with_quantized_layers(engine_args: dict[str, Any], bf16_layers: Sequence[int]) -> dict[str, Any]:
-    """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from 0."""
-    # vLLM asks for every part of a fused projection by its own name (compressed_tensors/utils.py:61)
+def with_quantized_layers(
+    engine_args: dict[str, Any], bf16_layers: Sequence[int]
+) -> dict[str, Any]:
+    """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from
+    0."""
+    # vLLM asks for every part of a fused projection by its own name
+    # (compressed_tensors/utils.py:61)
     ignore = {"ignore": [rf"re:.*\blayers\.{number}\." for number in bf16_layers]}
     if not current_platform.is_cpu():
         return {**engine_args, "quantization": PER_BLOCK, "quantization_config": ignore}
-    overrides = {**engine_args.get("hf_overrides", {}), "quantization_config_dict_json": json.dumps(ignore)}
+    overrides = {
+        **engine_args.get("hf_overrides", {}),
+        "quantization_config_dict_json": json.dumps(ignore),
+    }
     return {**engine_args, "quantization": EMULATED, "hf_overrides": overrides}
 
 
@@ -85,7 +96,8 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> EmulatedConfig:
-        """From ``{"ignore": [names]}``, the only way past vLLM's own class (model_loader/weight_utils.py:301)."""
+        """From ``{"ignore": [names]}``, the only way past vLLM's own class
+        (model_loader/weight_utils.py:301)."""
         args = resolve_quantization_config(PER_BLOCK, json.loads(text))
         assert args is not None, f"vLLM knows {PER_BLOCK}"
         return cls(args)
@@ -96,8 +108,8 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
 
 class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
-    """Operands are rounded to FP8 and multiplied in fp32. Weights lie on the meta device until a layer's last one has
-    come."""
+    """Operands are rounded to FP8 and multiplied in fp32. Weights lie on the meta device until a
+    layer's last one has come."""
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Leaves out vLLM's choice of a kernel, which fails without AMX."""
@@ -124,14 +136,31 @@ class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
 
 
 def require_fp8(model: nn.Module, bf16_layers: Sequence[int]) -> None:
-    """Looks at every linear layer of a worker's model; raises NotFP8 with names of modules, kernels, and a remedy."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
-    wanted = {name for name in linear if (found := _LAYER.search(name)) and int(found[1]) not in bf16_layers}
-    problems = [f"{name}: {why}" for name in linear if (why := _problem(linear[name], name in wanted)) is not None]
+    """Looks at every linear layer of a worker's model; raises NotFP8 with names of modules,
+    kernels, and a remedy."""
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, LinearBase)
+    }
+    wanted = {
+        name
+        for name in linear
+        if (found := _LAYER.search(name)) and int(found[1]) not in bf16_layers
+    }
+    problems = [
+        f"{name}: {why}"
+        for name in linear
+        if (why := _problem(linear[name], name in wanted)) is not None
+    ]
     if not wanted:
-        problems.append(f"no linear layer is to be FP8: of {len(linear)}, all are outside of decoder layers or in BF16")
+        problems.append(
+            f"no linear layer is to be FP8: of {len(linear)}, all are outside of decoder layers "
+            "or in BF16"
+        )
     if is_deep_gemm_e8m0_used():
-        problems.append("DeepGEMM rounds scales to powers of two: set VLLM_USE_DEEP_GEMM_E8M0=0 before vLLM's import")
+        problems.append(
+            "DeepGEMM rounds scales to powers of two: set VLLM_USE_DEEP_GEMM_E8M0=0 before "
+            "vLLM's import"
+        )
     if problems:
         more = f"\n- and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise NotFP8(
@@ -145,20 +174,26 @@ def _problem(module: Any, wanted: bool) -> str | None:
     method, weight = module.quant_method, module.weight
     if not wanted:
         plain = isinstance(method, UnquantizedLinearMethod) and weight.dtype != E4M3
-        return None if plain else f"{type(method).__name__} quantizes it, although it is to stay in BF16"
+        return (
+            None
+            if plain
+            else f"{type(method).__name__} quantizes it, although it is to stay in BF16"
+        )
     if not isinstance(method, Fp8PerBlockOnlineLinearMethod):
         return f"{type(method).__name__} computes it, which is not FP8 with scales of blocks"
     kernel = method if isinstance(method, EmulatedLinear) else method.fp8_linear
     if not _quantizes_activations(kernel):
         return (
-            f"kernel {type(kernel).__name__} leaves activations in BF16; take GPUs of compute capability 9.0 or more, "
-            "on which vLLM has DeepGEMM and CUTLASS (see VLLM_DISABLED_KERNELS), or switch fp8.rollout_enable off"
+            f"kernel {type(kernel).__name__} leaves activations in BF16; take GPUs of compute "
+            "capability 9.0 or more, on which vLLM has DeepGEMM and CUTLASS (see "
+            "VLLM_DISABLED_KERNELS), or switch fp8.rollout_enable off"
         )
     scales, shape = module.weight_scale_inv, tuple(-(-side // BLOCK) for side in weight.shape)
     if weight.dtype != E4M3 or scales.dtype != torch.float32 or tuple(scales.shape) != shape:
         return (
-            f"kernel {type(kernel).__name__} has a weight of {weight.dtype} {tuple(weight.shape)} with scales of "
-            f"{scales.dtype} {tuple(scales.shape)}, should be {E4M3} with torch.float32 {shape}"
+            f"kernel {type(kernel).__name__} has a weight of {weight.dtype} "
+            f"{tuple(weight.shape)} with scales of {scales.dtype} {tuple(scales.shape)}, should "
+            f"be {E4M3} with torch.float32 {shape}"
         )
     return None
 
@@ -166,12 +201,15 @@ def _problem(module: Any, wanted: bool) -> str | None:
 def _quantizes_activations(kernel: Any) -> bool:
     """Not Marlin, Humming, nor vLLM's kernel for CPUs (``CPUFp8BlockScaledMMKernel``, "W8A16")."""
     if isinstance(kernel, EmulatedLinear | FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        return True  # FlashInfer's takes BF16 and quantizes it inside (kernels/linear/scaled_mm/flashinfer.py:88)
+        # FlashInfer's takes BF16 and quantizes it inside
+        # (kernels/linear/scaled_mm/flashinfer.py:88)
+        return True
     return isinstance(kernel, Fp8BlockScaledMMLinearKernel) and kernel.apply_input_quant
 
 
 class _Place(NamedTuple):
-    """A part of a parameter, of this shape when vLLM has loaded it, and before it processes it (packs, quantizes)."""
+    """A part of a parameter, of this shape when vLLM has loaded it, and before it processes it
+    (packs, quantizes)."""
 
     module: torch.nn.Module
     parameter: str
@@ -190,19 +228,21 @@ class _Place(NamedTuple):
 
 
 class HeldWeights:
-    """Where a worker's model holds the tensors of a plan, to sum their bits after an update, and to load the experts of
-    a layer together.
+    """Where a worker's model holds the tensors of a plan, to sum their bits after an update, and to
+    load the experts of a layer together.
 
-    vLLM fuses tensors into one parameter (q, k and v; gate and up; all experts of a layer), cuts parameters into
-    shards, holds keys and values several times where there are more workers than heads, and pads vocabularies. What is
-    held in the tensor's own data type and in rows is summed in place; weights that vLLM quantizes, and experts that it
-    packs or shuffles for a kernel, where they will be held, once a layer has all of its tensors and before it processes
-    them. For the rest it is the sum of what arrived.
+    vLLM fuses tensors into one parameter (q, k and v; gate and up; all experts of a layer), cuts
+    parameters into shards, holds keys and values several times where there are more workers than
+    heads, and pads vocabularies. What is held in the tensor's own data type and in rows is summed
+    in place; weights that vLLM quantizes, and experts that it packs or shuffles for a kernel, where
+    they will be held, once a layer has all of its tensors and before it processes them. For the
+    rest it is the sum of what arrived.
     """
 
     def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
         self._tensors, self._workers = plan.tensors, workers
-        self._modules = dict(model.named_modules(remove_duplicate=False))  # a mixture's kernel has its router, too
+        # a mixture's kernel has its router, too
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._fused = {
             part: (fused, parts.index(part), len(parts))
             for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
@@ -240,8 +280,9 @@ class HeldWeights:
             yield name, tensor
 
     def keep_experts(self) -> None:
-        """To be called before vLLM's reload, which puts other tensors into the modules: from now on `together` loads
-        experts into those that the kernel reads, where it takes them as they are loaded. What pads them is 0."""
+        """To be called before vLLM's reload, which puts other tensors into the modules: from now on
+        `together` loads experts into those that the kernel reads, where it takes them as they are
+        loaded. What pads them is 0."""
         self._kept.clear()
         for layer in dict.fromkeys(layer for layer, _, _ in self._experts.values()):
             if getattr(layer.quant_method, "unquantized_backend", None) not in _AS_LOADED:
@@ -256,10 +297,11 @@ class HeldWeights:
     def together(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Loads experts, and passes the rest of an update on.
 
-        An expert goes to where the kernel reads it when it comes: nothing is held twice, and vLLM, which finds no
-        tensor of the layer in the update, leaves the layer as it is. Where a kernel wants them in another form, those
-        of a layer are loaded together, all gates at once, all ups and all downs. One by one, each of 18,432 would be
-        looked up among 384 names and counted on the meta device before it is copied.
+        An expert goes to where the kernel reads it when it comes: nothing is held twice, and vLLM,
+        which finds no tensor of the layer in the update, leaves the layer as it is. Where a kernel
+        wants them in another form, those of a layer are loaded together, all gates at once, all ups
+        and all downs. One by one, each of 18,432 would be looked up among 384 names and counted on
+        the meta device before it is copied.
         """
         waiting: dict[tuple[RoutedExperts, str], dict[int, tuple[str, Tensor]]] = {}
         for name, tensor in stream:
@@ -281,7 +323,8 @@ class HeldWeights:
             yield from found.values()
 
     def sums(self) -> list[tuple[int, int, bool]]:
-        """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's order."""
+        """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's
+        order."""
         held = {name: self._held[name].values for name, _, _ in self._tensors if name in self._held}
         shapes = {name: shape for name, shape, _ in self._tensors}
         parts = [self._words(name, values, shapes[name]) for name, values in held.items()]
@@ -291,12 +334,17 @@ class HeldWeights:
             if name in held:
                 found.append((sums[name], held[name].numel(), False))
             elif name in self._processed:
-                nothing = torch.zeros((), dtype=torch.int64, device=self._processed[name].whole.device)
+                nothing = torch.zeros(
+                    (), dtype=torch.int64, device=self._processed[name].whole.device
+                )
                 found.append((*self._before.get(name, (nothing, 0)), False))
             else:
                 found.append((self._arrived[name], torch.Size(shape).numel(), True))
         totals = torch.stack([total for total, _, _ in found]).tolist()
-        return [(total, entries, received) for total, (_, entries, received) in zip(totals, found, strict=True)]
+        return [
+            (total, entries, received)
+            for total, (_, entries, received) in zip(totals, found, strict=True)
+        ]
 
     def _words(self, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
         found = words(values, shape, self._workers)
@@ -305,11 +353,20 @@ class HeldWeights:
 
     def _place(self, name: str) -> _Place | None:
         path, _, parameter = name.rpartition(".")
-        return self._direct(path, parameter) or self._part_of_fused(path, parameter) or self._of_expert(name)
+        return (
+            self._direct(path, parameter)
+            or self._part_of_fused(path, parameter)
+            or self._of_expert(name)
+        )
 
     def _can_sum(self, values: Tensor, spec: Spec) -> bool:
         _, shape, dtype = spec
-        fits = values.dtype == dtype and values.dim() == len(shape) and not values.is_meta and values.numel()
+        fits = (
+            values.dtype == dtype
+            and values.dim() == len(shape)
+            and not values.is_meta
+            and values.numel()
+        )
         return bool(fits) and words(values, shape, self._workers) is not None
 
     def _will_be_processed(self, place: _Place, spec: Spec) -> bool:
@@ -318,12 +375,15 @@ class HeldWeights:
         if isinstance(method, UnquantizedFusedMoEMethod):
             changes, dtype = method.unquantized_backend not in _AS_LOADED, module.params_dtype
         else:
-            changes = isinstance(method, Fp8PerBlockOnlineLinearMethod) and place.parameter == "weight"
+            changes = (
+                isinstance(method, Fp8PerBlockOnlineLinearMethod) and place.parameter == "weight"
+            )
         return changes and self._can_sum(torch.empty(place.shape, dtype=dtype), spec)
 
     def _sum_before_processing(self, module: Any) -> None:
-        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.32.0 model_loader/reload/layerwise.py:373
-        loads all tensors of a layer, then has it processed.)"""
+        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.32.0
+        model_loader/reload/layerwise.py:373 loads all tensors of a layer, then has it
+        processed.)"""
         method, shapes = module.quant_method, {name: shape for name, shape, _ in self._tensors}
         # of the class: there may be an earlier plan's in its place
         process = type(method).process_weights_after_loading
@@ -331,7 +391,10 @@ class HeldWeights:
         def sum_and_process(layer: torch.nn.Module) -> None:
             for name in self._names.get(layer, ()):
                 values = self._processed[name].values
-                self._before[name] = bit_sum(self._words(name, values, shapes[name])), values.numel()
+                self._before[name] = (
+                    bit_sum(self._words(name, values, shapes[name])),
+                    values.numel(),
+                )
             process(method, layer)
 
         method.process_weights_after_loading = sum_and_process
@@ -342,7 +405,8 @@ class HeldWeights:
             return None
         if isinstance(module, VocabParallelEmbedding):
             return _rows(module, parameter, 0, module.shard_indices.num_org_elements)
-        if getattr(module, "num_kv_head_replicas", 1) > 1:  # one tensor, of which only some rows are held several times
+        # one tensor, of which only some rows are held several times
+        if getattr(module, "num_kv_head_replicas", 1) > 1:
             return None
         return _rows(module, parameter, 0, None)
 
@@ -357,20 +421,29 @@ class HeldWeights:
         return _rows(module, parameter, start, start + sizes[number])
 
     def _of_expert(self, name: str) -> _Place | None:
-        """``w13_weight`` is (experts, 2 widths, hidden), gate's rows first, ``w2_weight`` (experts, hidden, width),
-        both padded where vLLM takes more than a model has (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
+        """``w13_weight`` is (experts, 2 widths, hidden), gate's rows first, ``w2_weight`` (experts,
+        hidden, width), both padded where vLLM takes more than a model has
+        (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
         if name not in self._experts:
             return None
         layer, number, part = self._experts[name]
         half, config = layer.intermediate_size_per_partition, layer.moe_config
         width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
         if part == "w2":
-            return _Place(layer, "w2_weight", (number, slice(hidden), slice(width)), (hidden, width))
+            return _Place(
+                layer, "w2_weight", (number, slice(hidden), slice(width)), (hidden, width)
+            )
         start = half if part == "w3" else 0
-        return _Place(layer, "w13_weight", (number, slice(start, start + width), slice(hidden)), (width, hidden))
+        return _Place(
+            layer,
+            "w13_weight",
+            (number, slice(start, start + width), slice(hidden)),
+            (width, hidden),
+        )
 
     def _expert(self, name: str) -> tuple[RoutedExperts, int, str] | None:
-        """The layer, the expert's number and vLLM's word for the part, if the worker has all experts of the layer."""
+        """The layer, the expert's number and vLLM's word for the part, if the worker has all
+        experts of the layer."""
         found = _EXPERT.fullmatch(name)
         layer: Any = self._modules.get(f"{found[1]}.routed_experts") if found else None
         if found is None or not isinstance(layer, RoutedExperts):
@@ -379,22 +452,33 @@ class HeldWeights:
         if layer.local_num_experts != layer.global_num_experts or not hasattr(layer, "w13_weight"):
             return None
         parts = {
-            layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2",
-        }  # fmt: skip
+            layer.ckpt_gate_proj_name: "w1",
+            layer.ckpt_up_proj_name: "w3",
+            layer.ckpt_down_proj_name: "w2",
+        }
         return (layer, int(found[2]), parts[found[3]]) if found[3] in parts else None
 
 
 def _load_experts(
-    layer: RoutedExperts, loader: Callable[..., Any], parameters: Mapping[str, Any], part: str, weights: Tensor,
+    layer: RoutedExperts,
+    loader: Callable[..., Any],
+    parameters: Mapping[str, Any],
+    part: str,
+    weights: Tensor,
     number: int,
-) -> None:  # fmt: skip
-    """By vLLM's own loader of experts, which cuts out the worker's shard: of the expert of this number, or of all
-    experts of the layer as one tensor (vllm 0.32.0 fused_moe/routed_experts.py:778, ``full_load``)."""
+) -> None:
+    """By vLLM's own loader of experts, which cuts out the worker's shard: of the expert of this
+    number, or of all experts of the layer as one tensor (vllm 0.32.0
+    fused_moe/routed_experts.py:778, ``full_load``)."""
     name = _OF_PART[part]
     taken = loader(
-        param=parameters[name], loaded_weight=weights, weight_name=f"{layer.layer_name}.{name}", shard_id=part,
-        expert_id=number, return_success=True,
-    )  # fmt: skip
+        param=parameters[name],
+        loaded_weight=weights,
+        weight_name=f"{layer.layer_name}.{name}",
+        shard_id=part,
+        expert_id=number,
+        return_success=True,
+    )
     assert taken, f"vLLM takes {part} of {layer.layer_name}"
 
 
@@ -405,19 +489,29 @@ def _rows(module: torch.nn.Module, parameter: str, start: int, stop: int | None)
 
 
 def _with_entropies(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's function of (n, V) logits or log-probs, and more, whose ``selected_token_ranks`` are fp32 entropies."""
+    """vLLM's function of (n, V) logits or log-probs, and more, whose ``selected_token_ranks`` are
+    fp32 entropies."""
 
     def gathered(scores_nV: Tensor, *args: Any, **kwargs: Any) -> Any:
         tensors = gather(scores_nV, *args, **kwargs)
-        return tensors if tensors is None else tensors._replace(selected_token_ranks=entropies(scores_nV))
+        return (
+            tensors
+            if tensors is None
+            else tensors._replace(selected_token_ranks=entropies(scores_nV))
+        )
 
     return gathered
 
 
 def entropies(scores_nV: Tensor) -> Tensor:
-    """(n,) fp32 entropies in nats of the distributions with these logits, or log-probs, -inf among them."""
-    rows = max(1, _AT_ONCE // max(1, scores_nV.shape[1]))  # else a batch of 256 takes three times 150 MiB
-    parts = [torch.special.entr(part.softmax(-1, torch.float32)).sum(-1) for part in scores_nV.split(rows)]
+    """(n,) fp32 entropies in nats of the distributions with these logits, or log-probs, -inf among
+    them."""
+    # else a batch of 256 takes three times 150 MiB
+    rows = max(1, _AT_ONCE // max(1, scores_nV.shape[1]))
+    parts = [
+        torch.special.entr(part.softmax(-1, torch.float32)).sum(-1)
+        for part in scores_nV.split(rows)
+    ]
     return torch.cat([scores_nV.new_zeros(0, dtype=torch.float32), *parts])
 
 
@@ -443,10 +537,12 @@ class WeightSyncExtension:
         require_fp8(self.model_runner.get_model(), bf16_layers)
 
     def tell_entropies(self) -> None:
-        """From now on the sampler says each token's entropy where vLLM says its rank, which nothing here reads."""
+        """From now on the sampler says each token's entropy where vLLM says its rank, which nothing
+        here reads."""
         sampler = self.model_runner.sampler
         if hasattr(sampler, "gather_logprobs"):
-            # beside a request with `logprob_token_ids`, the probe, vLLM takes the second (v1/sample/sampler.py:142)
+            # beside a request with `logprob_token_ids`, the probe, vLLM takes the second
+            # (v1/sample/sampler.py:142)
             for name in ("gather_logprobs", "gather_specific_token_logprobs"):
                 setattr(sampler, name, _with_entropies(getattr(sampler, name)))
         else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:183)
@@ -458,9 +554,18 @@ class WeightSyncExtension:
         self.disconnect_weight_receiver()
         agreed = BucketPlan.from_wire(plan)
         if are_adapters(agreed) != (self._adapter is not None):
-            brings, takes = ("all weights", "adapters") if self._adapter is not None else ("adapters", "all weights")
-            raise WeightSyncError(f"the update brings {brings}, the engine was started for {takes} (adapter)")
-        for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.gpu_model_runner"):
+            brings, takes = (
+                ("all weights", "adapters")
+                if self._adapter is not None
+                else ("adapters", "all weights")
+            )
+            raise WeightSyncError(
+                f"the update brings {brings}, the engine was started for {takes} (adapter)"
+            )
+        for name in (
+            "vllm.model_executor.model_loader.reload.layerwise",
+            "vllm.v1.worker.gpu_model_runner",
+        ):
             logging.getLogger(name).addFilter(_is_worth_telling)
         workers = self.vllm_config.parallel_config.tensor_parallel_size
         if self._adapter is not None:
@@ -474,12 +579,15 @@ class WeightSyncExtension:
             self._weight_receiver = None
 
     def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
-        `HeldWeights.sums`. After an error the weights are a mixture of two versions (an adapter is the one before): the
-        caller must not sample until an update succeeds (`RolloutEngine.receive_weights` sees to that), and the senders
-        have to be connected anew."""
+        """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing,
+        and `HeldWeights.sums`. After an error the weights are a mixture of two versions (an adapter
+        is the one before): the caller must not sample until an update succeeds
+        (`RolloutEngine.receive_weights` sees to that), and the senders have to be connected
+        anew."""
         if self._weight_receiver is None:
-            raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
+            raise WeightSyncError(
+                "this engine has not joined a weight-sync group, or has left it after an error"
+            )
         start = time.monotonic()
         try:
             self._load(self._weight_receiver.receive(version))
@@ -509,9 +617,9 @@ class WeightSyncExtension:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a checkpoint, and about
-    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:4736), or does not
-    load (`HeldWeights.together`)."""
+    """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a
+    checkpoint, and about experts, which it loads under another name than it then looks for
+    (v1/worker/gpu_model_runner.py:4736), or does not load (`HeldWeights.together`)."""
     text = record.getMessage()
     if text.startswith("Following weights were not loaded from checkpoint"):
         return not all(".routed_experts." in name for name in re.findall(r"'([^']+)'", text))

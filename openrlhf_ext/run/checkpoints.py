@@ -1,9 +1,10 @@
-"""The folders of a run, its checkpoints while it trains, and going on from one: the ranks write their parts, whoever
-leads the run adds its own (the driver, or rank 0 where there is none).
+"""The folders of a run, its checkpoints while it trains, and going on from one: the ranks write
+their parts, whoever leads the run adds its own (the driver, or rank 0 where there is none).
 
-policy/, critic/ (model/): what ``megatron.checkpoint`` writes; controller.json: the state of who leads (place in the
-data, prompts in flight, KL coefficient, random states, ...); groups.safetensors: tokens and log-probs of the groups
-that are finished and not trained; config.yaml; manifest.json: size and SHA-256 of all of these.
+policy/, critic/ (model/): what ``megatron.checkpoint`` writes; controller.json: the state of who
+leads (place in the data, prompts in flight, KL coefficient, random states, ...);
+groups.safetensors: tokens and log-probs of the groups that are finished and not trained;
+config.yaml; manifest.json: size and SHA-256 of all of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
+from openrlhf_ext.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    check_files,
+    read_manifest,
+    write_file,
+)
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, write_plain
 from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
@@ -44,48 +52,71 @@ GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
 # options whose change between two parts of a run says nothing about the training
 _IMMATERIAL = (
-    "ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s",
+    "ckpt.",
+    "logger.",
+    "profile.",
+    "dry_run",
+    "strict",
+    "train.max_restarts",
+    "train.step_timeout_s",
     "ds.adam_offload",
-)  # fmt: skip
+)
 
-_READ_BYTES = 64 << 20  # of files whose checksums are compared before ranks, which share the reading, are there
+# of files whose checksums are compared before ranks, which share the reading, are there
+_READ_BYTES = 64 << 20
 
 Arrays = dict[str, np.ndarray]
 State = tuple[dict[str, Any], Arrays]
 """Of who leads a run: plain values, and arrays by name."""
 Call = Callable[..., list]
-"""``call(method, timeout_s, **arguments)``: what a method returns on every rank of a group; raises what one raised."""
+"""``call(method, timeout_s, **arguments)``: what a method returns on every rank of a group; raises
+what one raised."""
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
+# ---- folders
+# --------------------------------------------------------------------------------------------------
 
 
 def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9, check_own=check_held)
+    return CheckpointStore(
+        config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9, check_own=check_held
+    )
 
 
 @contextmanager
 def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
-    """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
-    is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run, and no final model unless the run goes
-    on. Raises ConfigError: another run has one of the folders, or one cannot be changed."""
+    """Holds the locks of everything that the run writes into and moves aside, restarts included.
+    Nothing half-written is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run,
+    and no final model unless the run goes on. Raises ConfigError: another run has one of the
+    folders, or one cannot be changed."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
         for folder, options in _folders(config).values():
             names = " and ".join(options)
             try:
-                held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
+                held.enter_context(
+                    closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock"))
+                )
             except LockError as error:
-                faults.append(Violation(options, f"{names} {folder} {error}, or give another {names}"))
+                faults.append(
+                    Violation(options, f"{names} {folder} {error}, or give another {names}")
+                )
             except OSError as error:
-                faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
+                faults.append(
+                    Violation(
+                        options, f"{names} {folder} cannot be locked: {error}; give another {names}"
+                    )
+                )
         if faults:
             raise ConfigError(faults)
         try:
             _make_ready(config, checkpoint_store(config))
         except (OSError, InputError) as error:
             options = ("ckpt.path", "ckpt.output_dir")
-            said = f"ckpt.path {config.ckpt.path} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
+            said = (
+                f"ckpt.path {config.ckpt.path} or ckpt.output_dir {config.ckpt.output_dir} "
+                f"cannot be used: {error}"
+            )
             raise ConfigError([Violation(options, f"{said}; give another")]) from error
         yield
 
@@ -114,9 +145,12 @@ def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[Path, tup
     return folders
 
 
-def check_shared_folders(config: RunConfig | SupervisedConfig, call: Call, timeout_s: float) -> None:
-    """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
-    Raises CheckpointError: a folder here is not the one that the ranks see under its name."""
+def check_shared_folders(
+    config: RunConfig | SupervisedConfig, call: Call, timeout_s: float
+) -> None:
+    """What the run will write can be seen by all that must: said at the start, not when the last
+    weights are lost. Raises CheckpointError: a folder here is not the one that the ranks see under
+    its name."""
     folders = {"ckpt.output_dir": config.ckpt.output_dir}
     if config.ckpt.saves or config.ckpt.load_enable:
         folders["ckpt.path"] = config.ckpt.path
@@ -125,21 +159,31 @@ def check_shared_folders(config: RunConfig | SupervisedConfig, call: Call, timeo
         with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
             seen = call("sees", timeout_s, path=file.name)
         # Hugging Face checkpoints are written by rank 0, the others by all
-        blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
+        blind = [
+            rank
+            for rank, sees in enumerate(seen)
+            if not sees and (rank == 0 or option == "ckpt.path")
+        ]
         if blind:
             raise CheckpointError(
-                f"{option} must be on storage that all nodes share, the driver's too: a file that was just written to "
-                f"{folder} is not seen by the policy's ranks {blind}"
+                f"{option} must be on storage that all nodes share, the driver's too: a file "
+                f"that was just written to {folder} is not seen by the policy's ranks {blind}"
             )
 
 
 def clean_up(config: RunConfig) -> None:
-    """Leaves nothing half-written; call it when every process of an attempt has ended, or before the first starts."""
+    """Leaves nothing half-written; call it when every process of an attempt has ended, or before
+    the first starts."""
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
     except (OSError, InputError) as error:
-        logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
+        logger.error(
+            "something half-written may be left in %s or %s: %s",
+            store.folder,
+            config.ckpt.output_dir,
+            error,
+        )
 
 
 def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
@@ -149,24 +193,27 @@ def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointS
         finish_interrupted(folder)
 
 
-# ---- saving ---------------------------------------------------------------------------------------------------------
+# ---- saving
+# --------------------------------------------------------------------------------------------------
 
 
 def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
-    """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises CheckpointError if rank 0
-    wrote to storage that is not seen here, RanksTimeoutError."""
+    """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises
+    CheckpointError if rank 0 wrote to storage that is not seen here, RanksTimeoutError."""
     check_held()
     sizes, *_ = call("save_model", timeout_s, path=path)
     if absent := absent_files(Path(path), sizes, VISIBLE_S):
         raise CheckpointError(
-            f"rank 0 of the {who} has written {path}, but the driver does not see {', '.join(absent)} there: the "
-            f"files are on the disk of rank 0's node. {option} must be on storage that all nodes and the driver share"
+            f"rank 0 of the {who} has written {path}, but the driver does not see "
+            f"{', '.join(absent)} there: the files are on the disk of rank 0's node. {option} "
+            "must be on storage that all nodes and the driver share"
         )
 
 
 @dataclass
 class _Pending:
-    """A checkpoint that the ranks are still writing; ``best``: the coming ``best.json`` if it is one of the best."""
+    """A checkpoint that the ranks are still writing; ``best``: the coming ``best.json`` if it is
+    one of the best."""
 
     step: int
     started: float
@@ -174,29 +221,48 @@ class _Pending:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the policy's; ``data``: the
-    fingerprint of the run's, by what it is called. ``best``: the metric whose best checkpoints are kept, and how many.
+    """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the
+    policy's; ``data``: the fingerprint of the run's, by what it is called. ``best``: the metric
+    whose best checkpoints are kept, and how many.
     """
 
     def __init__(
-        self, config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str],
-        timeout_s: float, events: EventLog, best: tuple[str, int] = ("", 1), background: bool = False,
-    ) -> None:  # fmt: skip
-        self._events, self.ckpt, self.groups, self.timeout_s = events, config.ckpt, groups, timeout_s
+        self,
+        config: RunConfig | SupervisedConfig,
+        groups: Mapping[str, Call],
+        data: Mapping[str, str],
+        timeout_s: float,
+        events: EventLog,
+        best: tuple[str, int] = ("", 1),
+        background: bool = False,
+    ) -> None:
+        self._events, self.ckpt, self.groups, self.timeout_s = (
+            events,
+            config.ckpt,
+            groups,
+            timeout_s,
+        )
         self._config, self._data = config, data
         label = {"label": config.training_label} if config.training_label else {}
         self.constants = {"options": plain_options(config), **data, **label}
-        self.text = format_config(config) if isinstance(config, RunConfig) else format_options(config)
+        self.text = (
+            format_config(config) if isinstance(config, RunConfig) else format_options(config)
+        )
         self.best, self.background = best, background
         self.store = checkpoint_store(config)
         self._pending: _Pending | None = None
 
     def after_step(
-        self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], State],
+        self,
+        step: int,
+        evaluation: Mapping[str, float] | None,
+        state: Callable[[], State],
         record: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        """Saves if the step is due, or if the evaluation of its weights, if there was one, is among the best so far;
-        ``state`` is called only then. ``record``: the step's own metrics, by which steps that are due are compared."""
+    ) -> None:
+        """Saves if the step is due, or if the evaluation of its weights, if there was one, is among
+        the best so far;
+        ``state`` is called only then. ``record``: the step's own metrics, by which steps that are
+        due are compared."""
         self.finish(wait=False)
         is_due = self.ckpt.save_steps != -1 and step % self.ckpt.save_steps == 0
         best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})
@@ -215,7 +281,9 @@ class Checkpointer:
         kept = sorted([*kept, (step, value)], key=lambda pair: (-pair[1], pair[0]))[:number]
         return best_content(name, kept) if (step, value) in kept else None
 
-    def save(self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None = None
+    ) -> None:
         """Writes the checkpoint of a step, in the forms that are asked for."""
         if not self.ckpt.disable_ds:
             self._save_resumable(step, state, arrays, best, self.background)
@@ -227,7 +295,8 @@ class Checkpointer:
         self.store.rotate()
 
     def save_before_the_end(self, state: State, timeout_s: float) -> None:
-        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written afterwards. Raises
+        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written
+        afterwards. Raises
         RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds."""
         step, self.timeout_s = state[0]["step"], timeout_s
         if self.ckpt.disable_ds:
@@ -239,7 +308,12 @@ class Checkpointer:
             self.store.rotate()
 
     def _save_resumable(
-        self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None, background: bool
+        self,
+        step: int,
+        state: dict[str, Any],
+        arrays: Arrays,
+        best: dict[str, Any] | None,
+        background: bool,
     ) -> None:
         self.finish()
         pending, folder = _Pending(step, time.monotonic(), best), self.store.begin(step)
@@ -251,10 +325,18 @@ class Checkpointer:
             ]
             parts: list[str] = []
             for name, call in self.groups.items():
-                files = call("save_state", self.timeout_s, name=name, folder=str(folder), background=background)
+                files = call(
+                    "save_state",
+                    self.timeout_s,
+                    name=name,
+                    folder=str(folder),
+                    background=background,
+                )
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
                 entries += [] if background else [entry for part in files for entry in part]
-            manifest = Manifest(step, tuple(entries), {"versions": _versions(), "best": best or self.store.best()})
+            manifest = Manifest(
+                step, tuple(entries), {"versions": _versions(), "best": best or self.store.best()}
+            )
             if background:
                 self.store.expect(manifest, parts)
         except BaseException:
@@ -267,19 +349,27 @@ class Checkpointer:
         self._announce(pending, manifest)
 
     def poll(self) -> None:
-        """Completes a checkpoint that was written in the background, if it is there; asks nobody."""
-        if self._pending is not None and (manifest := self.store.complete(self._pending.step)) is not None:
+        """Completes a checkpoint that was written in the background, if it is there; asks
+        nobody."""
+        if (
+            self._pending is not None
+            and (manifest := self.store.complete(self._pending.step)) is not None
+        ):
             self._announce(self._pending, manifest)
 
     def finish(self, wait: bool = True) -> None:
-        """Completes a checkpoint that is being written in the background, without ``wait`` only if all ranks are done;
-        either way it is an error if one could not write."""
+        """Completes a checkpoint that is being written in the background, without ``wait`` only if
+        all ranks are done; either way it is an error if one could not write."""
         self.poll()
         pending = self._pending
         if pending is None:
             return
         try:
-            if not all(done for call in self.groups.values() for done in call("has_saved", self.timeout_s, wait=wait)):
+            if not all(
+                done
+                for call in self.groups.values()
+                for done in call("has_saved", self.timeout_s, wait=wait)
+            ):
                 return
             self.store.await_receipts(pending.step)
         except BaseException:
@@ -289,11 +379,18 @@ class Checkpointer:
         self.poll()
 
     def go_back(self, why: str) -> Resumed:
-        """Loads the newest checkpoint into the ranks again. Raises CheckpointError: there is none, or as `restore`."""
+        """Loads the newest checkpoint into the ranks again. Raises CheckpointError: there is none,
+        or as `restore`."""
         self.finish()
         there = self.store.checkpoints()
-        if not there or (resumed := _restored(self._config, self.groups, self._data, self.timeout_s)) is None:
-            raise CheckpointError(f"{why}\nno checkpoint to go back to is in {self.store.folder} yet (ckpt.save_steps)")
+        if (
+            not there
+            or (resumed := _restored(self._config, self.groups, self._data, self.timeout_s)) is None
+        ):
+            raise CheckpointError(
+                f"{why}\nno checkpoint to go back to is in {self.store.folder} yet "
+                "(ckpt.save_steps)"
+            )
         return resumed
 
     def _announce(self, pending: _Pending, manifest: Manifest) -> None:
@@ -302,7 +399,10 @@ class Checkpointer:
         is_best = {}
         if pending.best is not None:
             self.store.mark_best(pending.best)
-            place, metric = [step for step, _ in best_of(pending.best)].index(pending.step), pending.best["metric"]
+            place, metric = (
+                [step for step, _ in best_of(pending.best)].index(pending.step),
+                pending.best["metric"],
+            )
             value = best_of(pending.best)[place][1]
             said = "the best" if place == 0 else f"number {place + 1} of the best"
             logger.info("step %d is %s so far: %s = %.4f", pending.step, said, metric, value)
@@ -311,10 +411,13 @@ class Checkpointer:
         seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
         path = self.store.path_of(manifest.step)
         logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
-        self._events.note("checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best)
+        self._events.note(
+            "checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best
+        )
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options
+# --------------------------------------------------------------------------------------------------
 
 
 def plain_options(config: Configuration) -> dict[str, str]:
@@ -325,8 +428,13 @@ def plain_options(config: Configuration) -> dict[str, str]:
 
 def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The options that differ from those of the run that wrote the checkpoint, with both values."""
-    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
-    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    # an earlier release wrote passwords down
+    before = {name: redact(value) for name, value in before.items()}
+    names = [
+        n
+        for n in sorted(now)
+        if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)
+    ]
     return [f"{name}: {now[name]}, it was {before[name]}" for name in names]
 
 
@@ -339,13 +447,15 @@ def _versions() -> dict[str, str]:
 
 
 def report_other_code(before: Mapping[str, Any]) -> None:
-    """Logs versions that differ from those that wrote the checkpoint; earlier releases did not write all of them."""
+    """Logs versions that differ from those that wrote the checkpoint; earlier releases did not
+    write all of them."""
     for name, now in _versions().items():
         if before.get(name) not in (None, now):
             logger.warning("resuming with other code: %s %s, it was %s", name, now, before[name])
 
 
-# ---- going on -------------------------------------------------------------------------------------------------------
+# ---- going on
+# --------------------------------------------------------------------------------------------------
 
 
 def resumption(config: RunConfig | SupervisedConfig) -> str:
@@ -369,12 +479,16 @@ class Resumed:
 
 
 def restore(
-    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float,
+    config: RunConfig | SupervisedConfig,
+    groups: Mapping[str, Call],
+    data: Mapping[str, str],
+    timeout_s: float,
     events: EventLog,
-) -> Resumed | None:  # fmt: skip
-    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one. ``data`` as of
-    ``Checkpointer``. Raises CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good),
-    or does not fit."""
+) -> Resumed | None:
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is
+    one. ``data`` as of
+    ``Checkpointer``. Raises CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or
+    no other is good), or does not fit."""
     resumed = _restored(config, groups, data, timeout_s) if config.ckpt.load_enable else None
     events.repeat_from(0 if resumed is None else resumed.step)
     if resumed is not None:
@@ -384,7 +498,10 @@ def restore(
 
 
 def _restored(
-    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float
+    config: RunConfig | SupervisedConfig,
+    groups: Mapping[str, Call],
+    data: Mapping[str, str],
+    timeout_s: float,
 ) -> Resumed | None:
     store = checkpoint_store(config)
     if not store.checkpoints():
@@ -392,7 +509,9 @@ def _restored(
         for line in lines:
             logger.log(logging.WARNING if len(lines) > 1 else logging.INFO, line)
         return None
-    folder = find_good(store, next(iter(groups.values())), timeout_s, fallback=config.ckpt.fallback_enable)
+    folder = find_good(
+        store, next(iter(groups.values())), timeout_s, fallback=config.ckpt.fallback_enable
+    )
     state = _read_state(folder)
     changed = changed_options(state["options"], plain_options(config))
     if faults := [*_state_faults(folder, state, data, groups, changed)]:
@@ -411,7 +530,8 @@ def _restored(
 
 
 def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback: bool) -> Path:
-    """The newest checkpoint whose files are all as they were written; the ranks share the reading. Raises
+    """The newest checkpoint whose files are all as they were written; the ranks share the reading.
+    Raises
     CheckpointError: the newest one is damaged and ``fallback`` is off, or all are."""
     damaged = []
     for folder in reversed(store.checkpoints()):
@@ -421,8 +541,8 @@ def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback:
         damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
         if not fallback:
             raise CheckpointError(
-                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good checkpoint, or remove the "
-                "folder"
+                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good "
+                "checkpoint, or remove the folder"
             )
         logger.error("%s\n  going back to the checkpoint before it", damaged[-1])
     raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
@@ -434,45 +554,66 @@ def _problems(folder: Path, call: Call, timeout_s: float) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     if step != step_of(folder):
-        return [f"its name says step {step_of(folder)}, its {MANIFEST} step {step}: rename it to global_step{step}"]
-    return [problem for part in call("check_checkpoint", timeout_s, folder=str(folder)) for problem in part]
+        return [
+            f"its name says step {step_of(folder)}, its {MANIFEST} step {step}: rename it to "
+            f"global_step{step}"
+        ]
+    return [
+        problem
+        for part in call("check_checkpoint", timeout_s, folder=str(folder))
+        for problem in part
+    ]
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
     if not (folder / GROUPS).is_file():
         raise CheckpointError(
-            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
-            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in "
+            "the data means nothing to this one. Start a new run from weights in Hugging Face "
+            "form (ckpt.save_hf, ckpt.output_dir)"
         )
     return check(read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP})
 
 
 def _state_faults(
-    folder: Path, state: Mapping[str, Any], data: Mapping[str, str], groups: Iterable[str], changed: Sequence[str]
+    folder: Path,
+    state: Mapping[str, Any],
+    data: Mapping[str, str],
+    groups: Iterable[str],
+    changed: Sequence[str],
 ) -> Iterator[str]:
-    """Why a run with these ``groups``, ``data`` and ``changed_options`` cannot go on from a checkpoint."""
+    """Why a run with these ``groups``, ``data`` and ``changed_options`` cannot go on from a
+    checkpoint."""
     of_data = [line for line in changed if line.startswith("data.")]
     if other := [what for what, fingerprint in data.items() if state.get(what) != fingerprint]:
         yield (
-            f"{folder} was written by a run with other {other[0]}: the place in the data that it holds means nothing "
-            "for these. Resume with the same data.* options and unchanged files, or start a new run from its weights "
-            f"with another ckpt.path{''.join(f'; {line}' for line in of_data)}"
+            f"{folder} was written by a run with other {other[0]}: the place in the data that it "
+            "holds means nothing for these. Resume with the same data.* options and unchanged "
+            "files, or start a new run from its weights with another "
+            f"ckpt.path{''.join(f'; {line}' for line in of_data)}"
         )
     if workers := [line for line in of_data if line.startswith("data.dataloader_num_workers")]:
-        yield f"{folder} holds the place of a loader with other workers ({workers[0]}): resume with as many"
+        yield (
+            f"{folder} holds the place of a loader with other workers ({workers[0]}): resume "
+            "with as many"
+        )
     for name in groups:
         if not (folder / name).is_dir():
             yield f"{folder} holds no {name}: it was written by a run without one"
 
 
 def check_resume(
-    config: RunConfig | SupervisedConfig, models: Mapping[str, Mapping[str, Any]], data: Mapping[str, str]
+    config: RunConfig | SupervisedConfig,
+    models: Mapping[str, Mapping[str, Any]],
+    data: Mapping[str, str],
 ) -> list[str]:
-    """What going on comes to, as lines, before anything has started: by files alone, of which large ones are not read.
+    """What going on comes to, as lines, before anything has started: by files alone, of which large
+    ones are not read.
 
-    ``models``: what a checkpoint has to say of each that is trained (``model_faults``), empty for one that is not here;
-    ``data``: as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists everything
-    that going on would refuse.
+    ``models``: what a checkpoint has to say of each that is trained (``model_faults``), empty for
+    one that is not here;
+    ``data``: as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists
+    everything that going on would refuse.
     """
     store = checkpoint_store(config)
     if not config.ckpt.load_enable or not store.checkpoints():

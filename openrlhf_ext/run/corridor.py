@@ -1,9 +1,10 @@
-"""The corridor of trusted runs: for every step and metric a band, which a run of the same recipe should not leave.
+"""The corridor of trusted runs: for every step and metric a band, which a run of the same recipe
+should not leave.
 
-A band is made of the values that the trusted runs have at a step and its neighbors, with twice as much room on either
-side as they span (of logarithms, where all are positive). A metric that is the same in all runs at every step has
-neither neighbors nor room. Metrics that say how well two computations agree may be ten times as large: rounding differs
-between machines.
+A band is made of the values that the trusted runs have at a step and its neighbors, with twice as
+much room on either side as they span (of logarithms, where all are positive). A metric that is the
+same in all runs at every step has neither neighbors nor room. Metrics that say how well two
+computations agree may be ten times as large: rounding differs between machines.
 """
 
 from __future__ import annotations
@@ -53,7 +54,18 @@ _FREE = re.compile(
     r"gpu_memory_utilization|_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|"
     r"head_kernels|tflops|save_value_network)$"
 )
-_MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
+_MACHINE = (
+    "time",
+    "time/",
+    "throughput/",
+    "memory/",
+    "rank/",
+    "offload/",
+    "step",
+    "label",
+    "engines/",
+    "packs/",
+)
 # of the few tokens that completions share: twenty runs do not say how far these go in another one
 _RARE = ("conflict/",)
 _NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/version)$")
@@ -67,21 +79,32 @@ _ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
 _CAUSES = (
-    (r"kl/rollout|mismatch/(?!loss|trained|re)|weight_sync/probe|algorithm/abs_log_ratio",
-     "engines sample from other weights, at another temperature or top_p, or from other tokens than the policy scores; "
-     "or one of them computes in another precision"),
-    (r"kl/reference|kl/coef|algorithm/ref_kl|mismatch/reference",
-     "the reference model, the coefficient of the penalty, or its estimator is another"),
-    (r"advantage/|mismatch/(loss|trained|rewards)",
-     "rewards, advantages or masks are of other completions, or the loss is another"),
+    (
+        r"kl/rollout|mismatch/(?!loss|trained|re)|weight_sync/probe|algorithm/abs_log_ratio",
+        "engines sample from other weights, at another temperature or top_p, or from other "
+        "tokens than the policy scores; or one of them computes in another precision",
+    ),
+    (
+        r"kl/reference|kl/coef|algorithm/ref_kl|mismatch/reference",
+        "the reference model, the coefficient of the penalty, or its estimator is another",
+    ),
+    (
+        r"advantage/|mismatch/(loss|trained|rewards)",
+        "rewards, advantages or masks are of other completions, or the loss is another",
+    ),
     (r"grad_norm|loss/", "the loss is scaled, averaged or masked in another way, or lacks a term"),
-    (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
+    (
+        r"update/|value/update",
+        "learning rate, optimizer state, or what is trained, is other than it was",
+    ),
     (r"lr$", "the learning rate is another, or its schedule begins anew or counts other steps"),
     (r"reward|accuracy|score|eval", "the reward function, its labels, or what is sampled"),
-    (r"response|entropy|tokens|prompts|examples|answers",
-     "the prompts, the chat template, the end-of-text token, or how is sampled"),
+    (
+        r"response|entropy|tokens|prompts|examples|answers",
+        "the prompts, the chat template, the end-of-text token, or how is sampled",
+    ),
     (r"", "the options of the method, or the data"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -104,12 +127,16 @@ class Left:
 
     def __str__(self) -> str:
         value = "missing" if self.value is None else f"{self.value:.4g}"
-        return f"{self.metric} is {value}, trusted runs {self.low:.4g} to {self.high:.4g} ({self.causes})"
+        return (
+            f"{self.metric} is {value}, trusted runs {self.low:.4g} to {self.high:.4g} "
+            f"({self.causes})"
+        )
 
 
 @dataclass(frozen=True)
 class Corridor:
-    """``options`` of the trusted runs by name, and of each metric a band (low, high) for every step, or None."""
+    """``options`` of the trusted runs by name, and of each metric a band (low, high) for every
+    step, or None."""
 
     path: Path
     runs: int
@@ -117,13 +144,18 @@ class Corridor:
     bands: Mapping[str, Sequence[tuple[float, float] | None]]
 
     def left(self, step: int, record: Mapping[str, float]) -> list[Left]:
-        """What of a step's record, or of the evaluation's after it, is outside; nothing of steps after the trusted
-        runs' last."""
+        """What of a step's record, or of the evaluation's after it, is outside; nothing of steps
+        after the trusted runs' last."""
         found = []
-        # an evaluation has a record of its own: it says nothing of a step's metrics, nor a step's of its
+        # an evaluation has a record of its own: it says nothing of a step's metrics, nor a step's
+        # of its
         kinds = {_is_of_evaluation(name) for name in record if is_banded(name)}
         for metric, bands in self.bands.items():
-            band = bands[step - 1] if 0 < step <= len(bands) and _is_of_evaluation(metric) in kinds else None
+            band = (
+                bands[step - 1]
+                if 0 < step <= len(bands) and _is_of_evaluation(metric) in kinds
+                else None
+            )
             value = record.get(metric)
             if band is not None and (value is None or not band[0] <= value <= band[1]):
                 found.append(Left(metric, value, *band))
@@ -131,7 +163,8 @@ class Corridor:
 
     def faults(self, config: Configuration) -> list[str]:
         """The options in which the run is of another recipe than the trusted ones."""
-        now, trusted = recipe(shown_options(config)), recipe(self.options)  # a file may be older than what is free now
+        # a file may be older than what is free now
+        now, trusted = recipe(shown_options(config)), recipe(self.options)
         return [
             f"{name} is {shown(now.get(name))}, in the trusted runs {shown(trusted.get(name))}"
             for name in sorted({*now, *trusted})
@@ -144,8 +177,8 @@ class CorridorLeft(RuntimeError):
 
 
 class Watch:
-    """Compares the steps of a run with ``train.corridor``; says of every metric once that it left, and of every step in
-    events.jsonl."""
+    """Compares the steps of a run with ``train.corridor``; says of every metric once that it left,
+    and of every step in events.jsonl."""
 
     def __init__(self, path: str, action: str, events: EventLog) -> None:
         self._corridor, self._fails, self._events = read_corridor(path), action == "fail", events
@@ -156,12 +189,19 @@ class Watch:
         if not (left := self._corridor.left(step, record)):
             return
         self._events.note("corridor_left", metrics={each.metric: each.facts for each in left})
-        text = f"step {step} is outside of the corridor of {self._corridor.runs} trusted runs ({self._corridor.path})"
+        text = (
+            f"step {step} is outside of the corridor of {self._corridor.runs} trusted runs "
+            f"({self._corridor.path})"
+        )
         if self._fails:
-            raise CorridorLeft("\n- ".join([f"{text}, train.corridor_action is fail:", *map(str, left)]))
+            raise CorridorLeft(
+                "\n- ".join([f"{text}, train.corridor_action is fail:", *map(str, left)])
+            )
         if new := [each for each in left if each.metric not in self._said]:
             self._said |= {each.metric for each in new}
-            more = f" and {len(new) - _SHOWN} more metrics: events.jsonl" if len(new) > _SHOWN else ""
+            more = (
+                f" and {len(new) - _SHOWN} more metrics: events.jsonl" if len(new) > _SHOWN else ""
+            )
             logger.warning("%s:\n- %s%s", text, "\n- ".join(map(str, new[:_SHOWN])), more)
 
 
@@ -188,7 +228,8 @@ def recipe(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_corridor(path: str | Path) -> Corridor:
-    """Raises InputError: the file is none that ``openrlhf-ext report`` wrote, or has metrics of another version."""
+    """Raises InputError: the file is none that ``openrlhf-ext report`` wrote, or has metrics of
+    another version."""
     where, remedy = str(path), "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
     numbers = list_of(or_null(NUMBER))
     band = map_with({"low": numbers, "high": numbers})
@@ -198,42 +239,76 @@ def read_corridor(path: str | Path) -> Corridor:
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
     found = check(content, where, kinds, remedy=remedy)
-    if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {found["steps"]}:
-        raise InputError(f"{where}: a band must have as many numbers as there are steps, {found['steps']}; {remedy}")
-    if unknown := [name for name in found["bands"] if not (is_documented(name) and is_banded(name))]:
-        raise InputError(f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; {remedy}")
+    if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {
+        found["steps"]
+    }:
+        raise InputError(
+            f"{where}: a band must have as many numbers as there are steps, {found['steps']}; "
+            f"{remedy}"
+        )
+    if unknown := [
+        name for name in found["bands"] if not (is_documented(name) and is_banded(name))
+    ]:
+        raise InputError(
+            f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; "
+            f"{remedy}"
+        )
     bands = {
-        name: [None if None in sides else sides for sides in zip(band["low"], band["high"], strict=True)]
+        name: [
+            None if None in sides else sides
+            for sides in zip(band["low"], band["high"], strict=True)
+        ]
         for name, band in found["bands"].items()
     }
-    if upside_down := [name for name, band in bands.items() if any(each and each[0] > each[1] for each in band)]:
-        raise InputError(f"{where}: low is above high in the bands of {', '.join(upside_down[:5])}; {remedy}")
+    if upside_down := [
+        name for name, band in bands.items() if any(each and each[0] > each[1] for each in band)
+    ]:
+        raise InputError(
+            f"{where}: low is above high in the bands of {', '.join(upside_down[:5])}; {remedy}"
+        )
     if found["runs"] < _FEWEST or not any(any(band) for band in bands.values()):
         raise InputError(f"{where} has bands of no step, or of less than {_FEWEST} runs; {remedy}")
     return Corridor(Path(path), found["runs"], found["options"], bands)
 
 
 def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
-    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than five, one is no whole run,
-    or their options or steps are not those of the first."""
+    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than five, one
+    is no whole run, or their options or steps are not those of the first."""
     if (count := len({folder.resolve() for folder in folders})) < max(_FEWEST, len(folders)):
         raise InputError(
-            f"a corridor needs at least {_FEWEST} trusted runs (twenty are better), each once; got {count} of "
-            f"{len(folders)} folders"
+            f"a corridor needs at least {_FEWEST} trusted runs (twenty are better), each once; "
+            f"got {count} of {len(folders)} folders"
         )
     options, runs = recipe(_options(folders[0])), [_by_step(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
         theirs = recipe(_options(folder))
-        if other := [name for name in sorted({*options, *theirs}) if options.get(name) != theirs.get(name)]:
-            raise InputError(f"{folder} is a run of another recipe than {folders[0]}: {', '.join(other)} differ")
+        if other := [
+            name for name in sorted({*options, *theirs}) if options.get(name) != theirs.get(name)
+        ]:
+            raise InputError(
+                f"{folder} is a run of another recipe than {folders[0]}: {', '.join(other)} differ"
+            )
         if run.keys() != runs[0].keys():
-            raise InputError(f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole runs only")
+            raise InputError(
+                f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole "
+                "runs only"
+            )
         if not run or run.keys() != {*range(1, len(run) + 1)}:
-            raise InputError(f"{folder / 'metrics.jsonl'} lacks steps: it has {len(run)}, up to {max(run, default=0)}")
+            raise InputError(
+                f"{folder / 'metrics.jsonl'} lacks steps: it has {len(run)}, up to "
+                f"{max(run, default=0)}"
+            )
     steps = max(runs[0])
-    bands = {name: bands_of(name, runs, steps) for name in sorted(set().union(*runs[0].values())) if is_banded(name)}
-    sides = {name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
-             for name, band in bands.items() if any(band)}  # fmt: skip
+    bands = {
+        name: bands_of(name, runs, steps)
+        for name in sorted(set().union(*runs[0].values()))
+        if is_banded(name)
+    }
+    sides = {
+        name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
+        for name, band in bands.items()
+        if any(band)
+    }
     return {"runs": len(runs), "steps": steps, "options": options, "bands": sides}
 
 
@@ -260,7 +335,9 @@ def _by_step(folder: Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = defaultdict(dict)
     for record in read_metrics(folder / "metrics.jsonl"):
         if record["step"] > 0:
-            steps[record["step"]] |= {name: value for name, value in record.items() if not isinstance(value, str)}
+            steps[record["step"]] |= {
+                name: value for name, value in record.items() if not isinstance(value, str)
+            }
     return dict(steps)
 
 
@@ -268,14 +345,22 @@ def bands_of(
     metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]], steps: int
 ) -> list[tuple[float, float] | None]:
     """Of every step; None where not all runs have the metric. ``runs``: records by step."""
-    values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in range(1, steps + 1)]
-    whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
-    # what is the same in all runs at every step is not like it is at other steps: a learning rate, a count; at one step
-    # alone runs agree by chance
+    values = [
+        [run[step][metric] for run in runs if metric in run.get(step, {})]
+        for step in range(1, steps + 1)
+    ]
+    whole = [
+        each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values
+    ]
+    # what is the same in all runs at every step is not like it is at other steps: a learning rate,
+    # a count; at one step alone runs agree by chance
     reach = int(any(len({*each}) > 1 for each in whole))
     near = [sum(whole[max(0, i - reach) : i + reach + 1], []) for i in range(steps)]
     signed = any(value < 0 for each in whole for value in each)
-    return [_band(metric, values, signed) if each else None for each, values in zip(whole, near, strict=True)]
+    return [
+        _band(metric, values, signed) if each else None
+        for each, values in zip(whole, near, strict=True)
+    ]
 
 
 def _band(metric: str, values: Sequence[float], signed: bool) -> tuple[float, float]:

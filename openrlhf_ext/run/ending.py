@@ -15,13 +15,17 @@ from openrlhf_ext.run.checkpoints import checkpoint_store, resumption
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-"""The signals that end a run, and its exit code then. All but SIGINT (Ctrl-C) let it save; SIGHUP is the end of its
-terminal."""
+"""The signals that end a run, and its exit code then. All but SIGINT (Ctrl-C) let it save; SIGHUP
+is the end of its terminal."""
 
 
 def listened() -> list[signal.Signals]:
     """Those of ``INTERRUPTED`` that this process is to hear: not SIGHUP under ``nohup``."""
-    return [number for number in INTERRUPTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [
+        number
+        for number in INTERRUPTED
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def hear_again(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -1,10 +1,13 @@
-"""Which prompts a run has trained, and why not the others: ledger.jsonl, a line for each step, and its check.
+"""Which prompts a run has trained, and why not the others: ledger.jsonl, a line for each step, and
+its check.
 
-``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting": [16, 17]}``: a
-prompt is its number in the order of drawing, over all episodes, with a digest of text and label. ``waiting`` are those
-drawn that no line has settled yet, so what is lost or used twice is found in the line where it happens. The first line,
-and one after each resume, says what the data is: ``episode`` is a hash of all its prompts in any order. The last line
-of a run that ends in order has ``end`` in the place of ``step``.
+``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting":
+[16,
+17]}``: a prompt is its number in the order of drawing, over all episodes, with a digest of text and
+label. ``waiting`` are those drawn that no line has settled yet, so what is lost or used twice is
+found in the line where it happens. The first line, and one after each resume, says what the data
+is: ``episode`` is a hash of all its prompts in any order. The last line of a run that ends in order
+has ``end`` in the place of ``step``.
 """
 
 from __future__ import annotations
@@ -23,30 +26,49 @@ from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, run_opti
 LEDGER = "ledger.jsonl"
 USED_UP, TIME_IS_UP = "the prompts are used up", "train.max_minutes"
 REASONS = ("trained", "filtered", "late", "unstarted", "skipped", "in_flight", "queued")
-"""Where a prompt ended: ``skipped`` = with a batch that was passed over; the last two = there when the run ended."""
+"""Where a prompt ended: ``skipped`` = with a batch that was passed over; the last two = there when
+the run ended."""
 
 Entry = tuple[int, str]
 """A prompt's number and digest."""
 _MOST_LOST = 100_000  # in one line; more are damage
-_HASH = Kind("16 hexadecimal digits", lambda v: isinstance(v, str) and len(v) == 16 and not set(v) - set(hexdigits))
-_ENTRY = Kind("[number, digest]", lambda v: isinstance(v, list) and [*map(type, v)] == [int, str] and _HASH.holds(v[1]))
+_HASH = Kind(
+    "16 hexadecimal digits",
+    lambda v: isinstance(v, str) and len(v) == 16 and not set(v) - set(hexdigits),
+)
+_ENTRY = Kind(
+    "[number, digest]",
+    lambda v: isinstance(v, list) and [*map(type, v)] == [int, str] and _HASH.holds(v[1]),
+)
 _COUNT = Kind("a number from 1 on", lambda value: is_integer(value) and value > 0)
 _LINE = {"drawn": INTEGER, "waiting": list_of(INTEGER)}
 _WHY = Kind(f"{USED_UP} or {TIME_IS_UP}", lambda value: value in (USED_UP, TIME_IS_UP))
 _PARTS = {"step": INTEGER, "end": INTEGER, "why": _WHY, **dict.fromkeys(REASONS, list_of(_ENTRY))}
-_START = {"step": INTEGER, "prompts": _COUNT, "episodes": _COUNT, "skipped_overlong": INTEGER, "episode": _HASH}
+_START = {
+    "step": INTEGER,
+    "prompts": _COUNT,
+    "episodes": _COUNT,
+    "skipped_overlong": INTEGER,
+    "episode": _HASH,
+}
 
 # the option without which no prompt, and no run, ends so
 _NEEDS = {
-    "filtered": "algo.dynamic_filtering_enable", "late": "train.late_groups", "unstarted": "train.agent_func_path",
-    "skipped": "train.rollback_on", **dict.fromkeys(("in_flight", "queued", TIME_IS_UP), TIME_IS_UP),
-}  # fmt: skip
+    "filtered": "algo.dynamic_filtering_enable",
+    "late": "train.late_groups",
+    "unstarted": "train.agent_func_path",
+    "skipped": "train.rollback_on",
+    **dict.fromkeys(("in_flight", "queued", TIME_IS_UP), TIME_IS_UP),
+}
 _WITHOUT = (None, False, "train", "wait")  # values of these options
 
 
 def digest(text: str, label: Any) -> str:
-    """64 bits of a prompt, in hexadecimal; the same for a label that a checkpoint has kept as JSON."""
-    return hashlib.blake2b(json.dumps([text, label], default=repr).encode(), digest_size=8).hexdigest()
+    """64 bits of a prompt, in hexadecimal; the same for a label that a checkpoint has kept as
+    JSON."""
+    return hashlib.blake2b(
+        json.dumps([text, label], default=repr).encode(), digest_size=8
+    ).hexdigest()
 
 
 def hash_of(digests: Iterable[str]) -> str:
@@ -55,14 +77,15 @@ def hash_of(digests: Iterable[str]) -> str:
 
 
 def open_ledger(path: Path, resume_step: int) -> JsonLines:
-    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the run ended, are
-    moved aside; 0 = all are."""
+    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the
+    run ended, are moved aside; 0 = all are."""
     return JsonLines(path, lambda line: 0 < resume_step >= step_of(line))
 
 
 class Repeats:
-    """Counts prompts that are trained more often within an episode than the data have them, as where a loader begins
-    anew. ``digests``: of all prompts; ``path``: a ledger whose steps count."""
+    """Counts prompts that are trained more often within an episode than the data have them, as
+    where a loader begins anew. ``digests``: of all prompts; ``path``: a ledger whose steps
+    count."""
 
     def __init__(self, digests: Iterable[str], path: Path) -> None:
         self._data, self._path = Counter(digests), path
@@ -85,11 +108,12 @@ class Repeats:
 
 
 class Audit:
-    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data,
-    and what the options in events.jsonl do not allow; empty = it holds. ``counts``: of prompts by reason; ``waiting``:
-    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order; ``proved``: episodes
-    that are all prompts of the data, each once; ``since``: the step from which on it accounts. Raises InputError: there
-    is no ledger, or it is damaged."""
+    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that
+    are not the data, and what the options in events.jsonl do not allow; empty = it holds.
+    ``counts``: of prompts by reason; ``waiting``:
+    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order;
+    ``proved``: episodes that are all prompts of the data, each once; ``since``: the step from which
+    on it accounts. Raises InputError: there is no ledger, or it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.faults, self.counts, self.waiting = list[str](), Counter[str](), set[int]()
@@ -99,7 +123,9 @@ class Audit:
         self._settled: dict[int, tuple[str, str]] = {}  # number -> digest, and where
         self._starts: dict[int, int] = {}  # prompts drawn before -> step
         starts, last = run_options(path.with_name("events.jsonl"))
-        self._sizes = {each["rollout.batch_size"] for each in starts if "rollout.batch_size" in each}
+        self._sizes = {
+            each["rollout.batch_size"] for each in starts if "rollout.batch_size" in each
+        }
         for number, line in read_lines(path):
             where = f"{path}, line {number}"
             self._read(check(line, where, _LINE, _PARTS), where)
@@ -107,8 +133,12 @@ class Audit:
             raise InputError(f"{path} has no line yet")
         for reason, name in _NEEDS.items() if starts else ():
             count = self.counts[reason]
-            if (count or self.end == reason) and all(one.get(name, True) in _WITHOUT for one in starts):
-                self.faults.append(f"{reason} ended {count} prompts, or the run, and {name} does not allow it")
+            if (count or self.end == reason) and all(
+                one.get(name, True) in _WITHOUT for one in starts
+            ):
+                self.faults.append(
+                    f"{reason} ended {count} prompts, or the run, and {name} does not allow it"
+                )
         if last == "end" and self.end is None:
             raise InputError(f"{path} has no end, and events.jsonl has one; lines are missing")
         self._check_last(path)
@@ -117,15 +147,28 @@ class Audit:
     @property
     def lines(self) -> list[str]:
         """What it comes to, in words; the verdict first."""
-        look = "look at events.jsonl and the log around their steps (resumes, replaced engines, dropped groups)"
-        size, episodes, skipped = (self._data[key] for key in ("prompts", "episodes", "skipped_overlong"))
-        since = f"from step {self.since} on: another run folder or an earlier release has the steps before"
+        look = (
+            "look at events.jsonl and the log around their steps (resumes, replaced engines, "
+            "dropped groups)"
+        )
+        size, episodes, skipped = (
+            self._data[key] for key in ("prompts", "episodes", "skipped_overlong")
+        )
+        since = (
+            f"from step {self.since} on: another run folder or an earlier release has the steps "
+            "before"
+        )
         waits = f"{len(self.waiting)} prompts{_some(', numbers ', sorted(self.waiting))}"
-        open_end = f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: {waits}"
+        open_end = (
+            f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: "
+            f"{waits}"
+        )
         return [
-            f"the ledger does not hold, {len(self.faults)} faults: {look}" if self.faults else
-            f"the ledger holds{f' from step {self.since} on' if self.since else ''}",
-            f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} too long, never drawn",
+            f"the ledger does not hold, {len(self.faults)} faults: {look}"
+            if self.faults
+            else f"the ledger holds{f' from step {self.since} on' if self.since else ''}",
+            f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} "
+            "too long, never drawn",
             ", ".join(f"{reason} {self.counts[reason]}" for reason in REASONS),
             f"episodes proved to be all prompts of the data, each once: {self.proved}",
             *([since] if self.since else []),
@@ -138,31 +181,60 @@ class Audit:
         if starts:
             self._start(check(line, where, _START), where)
         elif not self._data or step != self.step + ("step" in line) or self.end is not None:
-            raise InputError(f"{where}: step {step} follows step {self.step}; lines are missing or there twice")
+            raise InputError(
+                f"{where}: step {step} follows step {self.step}; lines are missing or there twice"
+            )
         if ("end" in line) != bool(line.get("why")):
             raise InputError(f"{where}: an end, and no other line, says why")
-        entries = [(n, of, f"{reason} at step {step}") for reason in REASONS for n, of in line.get(reason, ())]
-        if line["drawn"] - self.drawn not in range(len(entries) + len(line["waiting"]) + _MOST_LOST):
-            raise InputError(f"{where}: {line['drawn']} prompts cannot be drawn, after {self.drawn} before")
+        entries = [
+            (n, of, f"{reason} at step {step}")
+            for reason in REASONS
+            for n, of in line.get(reason, ())
+        ]
+        if line["drawn"] - self.drawn not in range(
+            len(entries) + len(line["waiting"]) + _MOST_LOST
+        ):
+            raise InputError(
+                f"{where}: {line['drawn']} prompts cannot be drawn, after {self.drawn} before"
+            )
         self.waiting.update(range(self.drawn, line["drawn"]))
         for number, of, what in entries:
             self._settle(number, of, what)
         when = f"{'resuming from' if starts else 'at'} step {step}"
         lost = sorted(self.waiting - set(line["waiting"]))
-        self.faults += [f"prompt {n} is lost {when}: neither trained, nor given up, nor waiting" for n in lost]
+        self.faults += [
+            f"prompt {n} is lost {when}: neither trained, nor given up, nor waiting" for n in lost
+        ]
         for number, times in sorted(Counter(line["waiting"]).items()):
             if times > 1 or number not in self.waiting:
-                self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
+                self.faults.append(
+                    f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}"
+                )
         due, count = self._data["prompts"] * self._data["episodes"], len(line.get("trained", ()))
         is_last = not line["waiting"] and line["drawn"] >= due
-        if "step" in line and not starts and self._sizes and count not in self._sizes and not is_last:
-            self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}")
-        self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
+        if (
+            "step" in line
+            and not starts
+            and self._sizes
+            and count not in self._sizes
+            and not is_last
+        ):
+            self.faults.append(
+                f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}"
+            )
+        self.waiting, self.drawn, self.step, self.end = (
+            set(line["waiting"]),
+            line["drawn"],
+            step,
+            line.get("why"),
+        )
 
     def _start(self, line: Record, where: str) -> None:
         step = line["step"]
         if self._data and step != self.step:
-            said = f"a start at step {step} follows step {self.step}; lines are missing or there twice"
+            said = (
+                f"a start at step {step} follows step {self.step}; lines are missing or there twice"
+            )
             raise InputError(f"{where}: {said}")
         if not self._data:  # at another step than 0 a release without a ledger made those before
             self.since, self.waiting, self.drawn = step, set(line["waiting"]), line["drawn"]
@@ -178,16 +250,29 @@ class Audit:
         self._settled[number] = of, what
 
     def _fate(self, number: int) -> str:
-        here = "waiting" if number in self.waiting else "not drawn, or lost, or trained before this ledger"
+        here = (
+            "waiting"
+            if number in self.waiting
+            else "not drawn, or lost, or trained before this ledger"
+        )
         return self._settled[number][1] if number in self._settled else here
 
     def _check_last(self, path: Path) -> None:
         if self.end is not None and self.waiting:
-            self.faults.append(f"the run has ended, and prompts still wait{_some(': ', sorted(self.waiting))}")
+            self.faults.append(
+                f"the run has ended, and prompts still wait{_some(': ', sorted(self.waiting))}"
+            )
         metrics = path.with_name("metrics.jsonl")
-        recorded = max((step_of(line) for _, line in read_lines(metrics)), default=0) if metrics.exists() else 0
+        recorded = (
+            max((step_of(line) for _, line in read_lines(metrics)), default=0)
+            if metrics.exists()
+            else 0
+        )
         if recorded > self.step + 1:  # one step is recorded before its line is written
-            raise InputError(f"{path} ends with step {self.step}, {metrics.name} with {recorded}; lines are missing")
+            raise InputError(
+                f"{path} ends with step {self.step}, {metrics.name} with {recorded}; lines are "
+                "missing"
+            )
 
     def _check_episodes(self) -> None:
         size, episodes = self._data["prompts"], dict[int, dict[int, str]]()  # by its first number
@@ -206,14 +291,19 @@ class Audit:
             times = Counter(found.values())
             starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
             self.faults.append(
-                f"prompts {first} to {last} are not those of the data, each once: the loader went on at another "
-                f"place{_some(', resumed from step ', starts)}"
+                f"prompts {first} to {last} are not those of the data, each once: the loader "
+                f"went on at another place{_some(', resumed from step ', starts)}"
                 f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
             )
-        if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
+        # who goes on with fewer may be beyond them
+        if self.end == USED_UP and self.drawn != max(due, *self._starts):
             self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
 
 
 def _some(before: str, numbers: list[int]) -> str:
     """The first of them, behind ``before``; nothing if there are none."""
-    return f"{before}{', '.join(map(str, numbers[:20]))}{', ...' * (len(numbers) > 20)}" if numbers else ""
+    return (
+        f"{before}{', '.join(map(str, numbers[:20]))}{', ...' * (len(numbers) > 20)}"
+        if numbers
+        else ""
+    )

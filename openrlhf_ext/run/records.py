@@ -1,4 +1,5 @@
-"""How a step is written down: metrics.jsonl, a line of progress, the figure; and what the first event of a run says."""
+"""How a step is written down: metrics.jsonl, a line of progress, the figure; and what the first
+event of a run says."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from openrlhf_ext.reporting import (
     read_metrics,
     write_figure,
 )
-from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel, lost_outputs
+from openrlhf_ext.reporting.progress import (
+    COLUMNS,
+    PANELS,
+    SUPERVISED,
+    SUPERVISED_PANELS,
+    Panel,
+    lost_outputs,
+)
 from openrlhf_ext.run.checkpoints import checkpoint_store
 from openrlhf_ext.run.corridor import Watch
 
@@ -40,33 +48,47 @@ _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
 def about(config: RunConfig | SupervisedConfig, **layout: int) -> dict[str, Any]:
-    """What the first event of a run says: options without secrets, versions, this machine, layout, resume step."""
+    """What the first event of a run says: options without secrets, versions, this machine, layout,
+    resume step."""
     sizes = config.layout
-    steps = [step_of(folder) for folder in checkpoint_store(config).checkpoints()] if config.ckpt.load_enable else []
+    steps = (
+        [step_of(folder) for folder in checkpoint_store(config).checkpoints()]
+        if config.ckpt.load_enable
+        else []
+    )
     return {
         "options": shown_options(config),
         "set": sorted(config.sources),
         **machine(),
         "layout": {
-            "ranks": sizes.world_size, "tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size,
-            "context": sizes.context_parallel_size, "data": sizes.data_parallel_size,
-            "experts": sizes.expert_parallel_size, **layout,
+            "ranks": sizes.world_size,
+            "tensor": sizes.tensor_parallel_size,
+            "pipeline": sizes.pipeline_parallel_size,
+            "context": sizes.context_parallel_size,
+            "data": sizes.data_parallel_size,
+            "experts": sizes.expert_parallel_size,
+            **layout,
         },
         "resume_step": max(steps, default=0),
-    }  # fmt: skip
+    }
 
 
 class Recorder:
-    """Writes the records of one run. The figure is redrawn by a background thread at most every ten seconds. Records of
-    steps after ``resume_step`` are of a run that is being repeated, and are moved aside; 0 = all are."""
+    """Writes the records of one run. The figure is redrawn by a background thread at most every ten
+    seconds. Records of steps after ``resume_step`` are of a run that is being repeated, and are
+    moved aside; 0 = all are."""
 
     columns: Sequence[Any] = COLUMNS
     panels: Sequence[Panel] = PANELS
 
     def __init__(
-        self, config: RunConfig | SupervisedConfig, total_steps: int | None, resume_step: int, events: EventLog,
+        self,
+        config: RunConfig | SupervisedConfig,
+        total_steps: int | None,
+        resume_step: int,
+        events: EventLog,
         title: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         label = config.training_label
         self.metrics_path = Path(required(config.logger.metrics_path, "logger.metrics_path"))
         self.figure_path = Path(required(config.logger.figure_path, "logger.figure_path"))
@@ -76,7 +98,11 @@ class Recorder:
         self.progress = ProgressLine(total_steps, label=label, columns=self.columns)
         self.events = events
         train = config.train
-        self.corridor = None if train.corridor is None else Watch(train.corridor, train.corridor_action, self.events)
+        self.corridor = (
+            None
+            if train.corridor is None
+            else Watch(train.corridor, train.corridor_action, self.events)
+        )
         self._drawing: threading.Thread | None = None
         self._drawn_at = 0.0
 
@@ -110,12 +136,17 @@ class Recorder:
         self._drawing.start()
 
     def _draw(self) -> None:
-        """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a thread."""
+        """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a
+        thread."""
         try:
             check_held()
             write_figure(self.metrics_path, self.figure_path, self.title, self.panels)
         except (OSError, InputError) as error:
-            logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)
+            logger.error(
+                "the figure %s could not be drawn: %s; metrics.jsonl has its numbers",
+                self.figure_path,
+                error,
+            )
 
     def close(self) -> None:
         self.draw(wait=True)
@@ -126,9 +157,15 @@ class StepRecorder(Recorder):
     """Of a run that samples: turns what a step returned into one documented record."""
 
     def __init__(
-        self, config: RunConfig, total_steps: int | None, resume_step: int, events: EventLog, title: str,
-        skipped_overlong: int, samples: SampleWriter,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        total_steps: int | None,
+        resume_step: int,
+        events: EventLog,
+        title: str,
+        skipped_overlong: int,
+        samples: SampleWriter,
+    ) -> None:
         super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
         self.last_evaluation = self._evaluated() if resume_step else -1
@@ -136,23 +173,36 @@ class StepRecorder(Recorder):
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
 
     def _evaluated(self) -> int:
-        return max((r["step"] for r in read_metrics(self.metrics_path) if "eval/accuracy" in r), default=-1)
+        return max(
+            (r["step"] for r in read_metrics(self.metrics_path) if "eval/accuracy" in r), default=-1
+        )
 
     def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
-        """The run has gone back to this step, with so many groups ``dropped`` then: later records are moved aside."""
+        """The run has gone back to this step, with so many groups ``dropped`` then: later records
+        are moved aside."""
         for lines in (self.writer, self.samples, self.events):
             lines.repeat_from(step)
-        self.last_evaluation, self._dropped = self._evaluated(), {name: float(dropped[name]) for name in _DROPPED}
+        self.last_evaluation, self._dropped = (
+            self._evaluated(),
+            {name: float(dropped[name]) for name in _DROPPED},
+        )
 
-    def step(self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def step(
+        self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]
+    ) -> dict[str, float]:
         record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}
         self._note_groups(record)
         self.write(step, record)
         return record
 
     def _note_groups(self, record: Mapping[str, float]) -> None:
-        """Events of the groups that were dropped since the last step, and of those that were trained late."""
-        now = {name: record[f"groups/dropped_{name}"] for name in _DROPPED if f"groups/dropped_{name}" in record}
+        """Events of the groups that were dropped since the last step, and of those that were
+        trained late."""
+        now = {
+            name: record[f"groups/dropped_{name}"]
+            for name in _DROPPED
+            if f"groups/dropped_{name}" in record
+        }
         more = {name: int(count - self._dropped.get(name, count)) for name, count in now.items()}
         self._dropped = now
         if any(more.values()):
@@ -164,9 +214,15 @@ class StepRecorder(Recorder):
         """Writes the record of an evaluation made after ``step`` steps."""
         self.last_evaluation = step
         self.watch(step, self.writer.write(step, logs))
-        accuracy, error, samples = logs["eval/accuracy"], logs["eval/accuracy_stderr"], logs["eval/samples"]
+        accuracy, error, samples = (
+            logs["eval/accuracy"],
+            logs["eval/accuracy_stderr"],
+            logs["eval/samples"],
+        )
         score, score_error = logs["eval/score_mean"], logs["eval/score_mean_stderr"]
-        self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=samples, score=score)
+        self.events.note(
+            "evaluation", accuracy=accuracy, stderr=error, samples=samples, score=score
+        )
         graded = f", mean score {score:.3f} +- {score_error:.3f}" if score != accuracy else ""
         said = "step %d: held-out accuracy %.3f +- %.3f%s (%d samples)%s"
         logger.info(said, step, accuracy, error, graded, samples, self.said_label)
@@ -176,11 +232,15 @@ class StepRecorder(Recorder):
         self.samples.close()
 
 
-def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One step under the names of docs/metrics.md, from its ``logs`` and each engine's ``rollout_stats``; other numbers
-    go under ``algorithm/``."""
+def step_record(
+    logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """One step under the names of docs/metrics.md, from its ``logs`` and each engine's
+    ``rollout_stats``; other numbers go under ``algorithm/``."""
     named = {_RENAMED.get(name, name): value for name, value in logs.items()}
-    record = {name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()}
+    record = {
+        name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()
+    }
     record["time/generate"] = max(stats["generation_s"] for stats in engines)
     record["time/grade"] = max(stats["exposed_grading_s"] for stats in engines)
     busy = [stats["generation_s"] + stats["exposed_grading_s"] for stats in engines]
@@ -194,23 +254,36 @@ class SupervisedRecorder(Recorder):
 
     columns, panels = SUPERVISED, SUPERVISED_PANELS
 
-    def __init__(self, config: SupervisedConfig, steps: int, resume_step: int, events: EventLog) -> None:
+    def __init__(
+        self, config: SupervisedConfig, steps: int, resume_step: int, events: EventLog
+    ) -> None:
         super().__init__(config, steps, resume_step, events)
         self.every: int = config.logger.logging_steps
         self.sinks: list[Any] = []
         if config.logger.wandb.key or config.logger.tensorboard_dir:
-            from openrlhf_ext.compat import build_sinks  # late: most runs, and all other ranks, need no OpenRLHF
+            # late: most runs, and all other ranks, need no OpenRLHF
+            from openrlhf_ext.compat import build_sinks
 
             self.sinks = build_sinks(namespace(config.model_dump()))
 
-    def step(self, step: int, metrics: Mapping[str, float], trained: int, tokens: int, seconds: float) -> None:
+    def step(
+        self, step: int, metrics: Mapping[str, float], trained: int, tokens: int, seconds: float
+    ) -> None:
         """One optimizer step: ``trained`` of ``tokens`` tokens were trained on."""
         self.events.step = step
-        record = self.write(step, {
-            **{"loss/sft" if name == "loss/policy" else name: value for name, value in metrics.items()},
-            "tokens/trained": trained, "throughput/train_tokens_per_second": tokens / seconds,
-            "time/train": seconds, "time/step": seconds,
-        })  # fmt: skip
+        record = self.write(
+            step,
+            {
+                **{
+                    "loss/sft" if name == "loss/policy" else name: value
+                    for name, value in metrics.items()
+                },
+                "tokens/trained": trained,
+                "throughput/train_tokens_per_second": tokens / seconds,
+                "time/train": seconds,
+                "time/step": seconds,
+            },
+        )
         if step % self.every == 0:
             for sink in self.sinks:
                 sink.log_train(step, record)

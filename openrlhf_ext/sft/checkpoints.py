@@ -1,4 +1,5 @@
-"""What a driver's group of ranks is to ``run.checkpoints``, in a run without one: rank 0 calls, all ranks answer."""
+"""What a driver's group of ranks is to ``run.checkpoints``, in a run without one: rank 0 calls, all
+ranks answer."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Ranks(Witness):
     policy: MegatronPolicy
 
     def led(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns on rank 0; the other ranks answer its ``call``s until then. Raises CheckpointError, on
-        every rank: it did."""
+        """What ``act`` returns on rank 0; the other ranks answer its ``call``s until then. Raises
+        CheckpointError, on every rank: it did."""
         told: tuple[str | None, Any, str] = (None, None, "")
         if dist.get_rank() == 0:
             try:
@@ -41,8 +42,8 @@ class Ranks(Witness):
         return told[1]
 
     def call(self, method: str, _: float, **arguments: Any) -> list:
-        """What one of the methods below returns on every rank; a ``run.checkpoints.Call``. Collectives have a deadline
-        of their own. Raises CheckpointError: a rank did."""
+        """What one of the methods below returns on every rank; a ``run.checkpoints.Call``.
+        Collectives have a deadline of their own. Raises CheckpointError: a rank did."""
         _from_first((method, arguments, ""))
         answers = self._answer(method, arguments)
         if faults := sorted({fault for _, fault in answers if fault}):
@@ -60,7 +61,8 @@ class Ranks(Witness):
         dist.all_gather_object(answers, mine)
         return answers
 
-    # ---- what is called, as of ranks.actor.TrainedActor -------------------------------------------------------------
+    # ---- what is called, as of ranks.actor.TrainedActor
+    # -------------------------------------------------------------
 
     def load_state(self, folder: str, name: str) -> None:
         load_checkpoint(self.policy, Path(folder) / name)

@@ -1,6 +1,8 @@
-"""From records to token ids, and which of them are trained on, read once by one rank: OpenRLHF's options and records.
+"""From records to token ids, and which of them are trained on, read once by one rank: OpenRLHF's
+options and records.
 
-Shape suffixes as in ``megatron.step.batch``: B = examples, M = tokens of all, R = ranges of trained tokens.
+Shape suffixes as in ``megatron.step.batch``: B = examples, M = tokens of all, R = ranges of trained
+tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _form: ExampleForm
 
 
 def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
-    """The examples of data.dataset and of eval.dataset as token ids. Raises InputError: records cannot be used, or
-    nothing is left."""
+    """The examples of data.dataset and of eval.dataset as token ids. Raises InputError: records
+    cannot be used, or nothing is left."""
     # late: one rank reads, the others need no OpenRLHF
     from openrlhf_ext.compat import get_tokenizer, quiet_upstream_logs
 
@@ -64,19 +66,33 @@ def _tokenized(
 ) -> SequenceBatch:
     data, wanted = config.data, wanted_examples(config)
     form = ExampleForm(
-        tokenizer=tokenizer, prompt_key=data.input_key, answer_key=wanted.label, max_len=data.max_len,
-        plain=config.model.pretrain_mode_enable, input_template=data.input_template, chat=data.apply_chat_template,
-        multiturn=data.multiturn, end_cut=data.cut_answers == "end",
-    )  # fmt: skip
+        tokenizer=tokenizer,
+        prompt_key=data.input_key,
+        answer_key=wanted.label,
+        max_len=data.max_len,
+        plain=config.model.pretrain_mode_enable,
+        input_template=data.input_template,
+        chat=data.apply_chat_template,
+        multiturn=data.multiturn,
+        end_cut=data.cut_answers == "end",
+    )
     records = read_records(paths, split, wanted, data.max_samples, shares, config.train.seed)
     with reading(paths, "as examples"):
         made = [*_made(records, form)]
-    _require_taken([each if isinstance(each, str) else "" for each in made], paths, data.tokenizer_chat_template)
+    _require_taken(
+        [each if isinstance(each, str) else "" for each in made],
+        paths,
+        data.tokenizer_chat_template,
+    )
     examples = [each for each in made if isinstance(each, Example) and each.ids]
     _say_what_is_left_out(examples, len(made), paths, config)
     if not any(example.ranges for example in examples):
-        raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
-    require_one_beginning(tokenizer, [example.ids for example in examples], f"the examples of {paths}")
+        raise InputError(
+            f"{paths} holds no example with a token to train on within data.max_len {data.max_len}"
+        )
+    require_one_beginning(
+        tokenizer, [example.ids for example in examples], f"the examples of {paths}"
+    )
     sequences = [np.array(example.ids, np.int32) for example in examples]
     return sequence_batch(sequences, [example.ranges for example in examples])
 
@@ -89,13 +105,15 @@ def _made(records: Iterator[dict[str, Any]], form: ExampleForm) -> Iterator[Exam
         _of_process(form)
         yield from map(_example, chain(first, records))
         return
-    # forked: the tokenizer is there already; the feeding thread reads records as fast as they are taken
+    # forked: the tokenizer is there already; the feeding thread reads records as fast as they are
+    # taken
     with multiprocessing.get_context("fork").Pool(processes, _of_worker, (form,)) as pool:
         yield from pool.imap(_example, chain(first, records), chunksize=_RECORDS_OF_A_TASK)
 
 
 def _of_worker(form: ExampleForm) -> None:
-    # the pool ends its processes by SIGTERM and waits for them; the handler that they inherit would not end them
+    # the pool ends its processes by SIGTERM and waits for them; the handler that they inherit would
+    # not end them
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _of_process(form)
 
@@ -117,29 +135,57 @@ def _require_taken(faults: list[str], paths: str, template: str | None) -> None:
     """Raises InputError: examples cannot be trained on exactly."""
     refused = [f"record {number} {fault}" for number, fault in enumerate(faults, start=1) if fault]
     if refused:
-        with_template = "the tokenizer's chat template" if template is None else "data.tokenizer_chat_template"
-        more = f"; {len(refused)} of {len(faults)} records are like this" if len(refused) > _FAULTS_SHOWN else ""
-        raise InputError(f"{paths}, with {with_template}: {'; '.join(refused[:_FAULTS_SHOWN])}{more}")
+        with_template = (
+            "the tokenizer's chat template" if template is None else "data.tokenizer_chat_template"
+        )
+        more = (
+            f"; {len(refused)} of {len(faults)} records are like this"
+            if len(refused) > _FAULTS_SHOWN
+            else ""
+        )
+        raise InputError(
+            f"{paths}, with {with_template}: {'; '.join(refused[:_FAULTS_SHOWN])}{more}"
+        )
 
 
-def _say_what_is_left_out(examples: list[Example], records: int, paths: str, config: SupervisedConfig) -> None:
+def _say_what_is_left_out(
+    examples: list[Example], records: int, paths: str, config: SupervisedConfig
+) -> None:
     data = config.data
     if skipped := records - len(examples):
         logger.warning(
-            "%s: skipped %d of %d examples without an answer, or whose prompt leaves no room for one within "
-            "data.max_len %d", paths, skipped, records, data.max_len,
-        )  # fmt: skip
+            "%s: skipped %d of %d examples without an answer, or whose prompt leaves no room "
+            "for one within data.max_len %d",
+            paths,
+            skipped,
+            records,
+            data.max_len,
+        )
     if cut := sum(example.cut for example in examples):
-        how = "ends in the end token all the same" if data.cut_answers == "end" else "does not end in the end token"
+        how = (
+            "ends in the end token all the same"
+            if data.cut_answers == "end"
+            else "does not end in the end token"
+        )
         logger.warning(
-            "%s: cut %d of %d examples at data.max_len %d: what is left of the answer %s (data.cut_answers %s)",
-            paths, cut, records, data.max_len, how, data.cut_answers,
-        )  # fmt: skip
+            "%s: cut %d of %d examples at data.max_len %d: what is left of the answer %s "
+            "(data.cut_answers %s)",
+            paths,
+            cut,
+            records,
+            data.max_len,
+            how,
+            data.cut_answers,
+        )
     if written := [example.added for example in examples if example.added]:
         logger.warning(
-            "%s: the chat template writes %r before the answer of %d of %d examples, which no record says: it is not "
-            "trained on; put it into the records if it should be", paths, written[0], len(written), records,
-        )  # fmt: skip
+            "%s: the chat template writes %r before the answer of %d of %d examples, which no "
+            "record says: it is not trained on; put it into the records if it should be",
+            paths,
+            written[0],
+            len(written),
+            records,
+        )
 
 
 def fingerprint(examples: SequenceBatch) -> str:

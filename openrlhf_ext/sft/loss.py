@@ -1,4 +1,5 @@
-"""The mean negative log-prob of the tokens that are trained on, as OpenRLHF and transformers have it.
+"""The mean negative log-prob of the tokens that are trained on, as OpenRLHF and transformers have
+it.
 
 Shape suffixes: N = trained tokens of these rows, n = some of them.
 """
@@ -17,7 +18,8 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments
 
 @dataclass(frozen=True)
 class Answers:
-    """Rows of a mini-batch: how many tokens each is trained on, and ``tokens``, those of the whole mini-batch."""
+    """Rows of a mini-batch: how many tokens each is trained on, and ``tokens``, those of the whole
+    mini-batch."""
 
     segments: Segments
     tokens: int
@@ -30,9 +32,9 @@ class Answers:
 
 
 class SupervisedLoss:
-    """Minus the sum of the log-probs over the tokens of the whole mini-batch, so that the losses of its shares add up
-    to the mean. The same number whatever the micro-batches and ranks: transformers' with ``num_items_in_batch``,
-    OpenRLHF's SFTLoss with ``batch_num_tokens``."""
+    """Minus the sum of the log-probs over the tokens of the whole mini-batch, so that the losses of
+    its shares add up to the mean. The same number whatever the micro-batches and ranks:
+    transformers' with ``num_items_in_batch``, OpenRLHF's SFTLoss with ``batch_num_tokens``."""
 
     def entropy_slope(self, shaped: Answers) -> None:
         return None

@@ -1,5 +1,5 @@
-"""One rank of a supervised run: read, train, evaluate, save. Every function is a collective over all ranks of the model
-unless it says otherwise.
+"""One rank of a supervised run: read, train, evaluate, save. Every function is a collective over
+all ranks of the model unless it says otherwise.
 
 Shape suffixes as in ``megatron.step.batch``.
 """
@@ -56,15 +56,17 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(config: SupervisedConfig) -> int:
-    """Trains until the examples are used up, on every rank. Returns 0; 143 after SIGTERM, 129 after SIGHUP, when a
-    checkpoint was written; 130 after Ctrl-C."""
+    """Trains until the examples are used up, on every rank. Returns 0; 143 after SIGTERM, 129 after
+    SIGHUP, when a checkpoint was written; 130 after Ctrl-C."""
     timeout_s = config.megatron.collective_timeout_s
     initialize_distributed(config.layout, timeout_s, config.train.seed)
     start_watchdog(timeout_s)
     with ExitStack() as stack:
         received = stack.enter_context(_signals())
         path = config.logger.beside("events.jsonl")
-        events = stack.enter_context(EventLog(path if dist.get_rank() == 0 else None, config.ckpt.load_enable))
+        events = stack.enter_context(
+            EventLog(path if dist.get_rank() == 0 else None, config.ckpt.load_enable)
+        )
         events.note("start", **about(config))
         try:
             ranks = Ranks()
@@ -75,15 +77,20 @@ def run_rank(config: SupervisedConfig) -> int:
         except BaseException as error:
             if signal.SIGINT in received:  # whatever the end of other ranks has made of it here
                 return report_interruption(config, events, signal.SIGINT)
-            note_end(events, "failure", error=str(error), traceback="".join(traceback.format_exception(error)))
+            note_end(
+                events,
+                "failure",
+                error=str(error),
+                traceback="".join(traceback.format_exception(error)),
+            )
             raise
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """In the body the first signal that ends a run is noted in the list, so that the step under way ends first; Ctrl-C
-    also raises KeyboardInterrupt. Those that follow are ignored, also by the process that ends then: a terminal's
-    Ctrl-C comes twice, the second time from the launcher."""
+    """In the body the first signal that ends a run is noted in the list, so that the step under way
+    ends first; Ctrl-C also raises KeyboardInterrupt. Those that follow are ignored, also by the
+    process that ends then: a terminal's Ctrl-C comes twice, the second time from the launcher."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
@@ -100,7 +107,9 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_IGN if received else handler)
 
 
-def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBatch, SequenceBatch | None]:
+def _shared_examples(
+    config: SupervisedConfig, ranks: Ranks
+) -> tuple[SequenceBatch, SequenceBatch | None]:
     """Rank 0 tokenizes; the others map what it wrote, on storage that all nodes share."""
     if dist.get_world_size() == 1:
         return read_examples(config)
@@ -118,7 +127,9 @@ def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBa
     if dist.get_rank() == 0:
         shutil.rmtree(folder)  # what is mapped stays readable
     if train is None:
-        raise CheckpointError(f"rank {dist.get_rank()} does not see what rank 0 has written to {folder}")
+        raise CheckpointError(
+            f"rank {dist.get_rank()} does not see what rank 0 has written to {folder}"
+        )
     return train, held_out
 
 
@@ -127,21 +138,33 @@ def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
     path = required(config.model_path, "model.model_name_or_path")
     rollout = Rollout(micro_batch_size=config.train.micro_batch_size)
     return ModelSettings(
-        path, config.layout, config.megatron, rollout, Train(**dict(config.train)),
-        layer_converters(config, read_model_shape(path).family), config, updates,
-        aux_loss_coef=config.model.aux_loss_coef, max_len=config.data.max_len,
+        path,
+        config.layout,
+        config.megatron,
+        rollout,
+        Train(**dict(config.train)),
+        layer_converters(config, read_model_shape(path).family),
+        config,
+        updates,
+        aux_loss_coef=config.model.aux_loss_coef,
+        max_len=config.data.max_len,
         chat_template=config.data.tokenizer_chat_template,
         adam_offload=config.ds.optimizer_on_host,
-    )  # fmt: skip
+    )
 
 
 class Supervised:
     """A run; ``received`` holds the signal that ends it, once it came."""
 
     def __init__(
-        self, config: SupervisedConfig, ranks: Ranks, examples: SequenceBatch, held_out: SequenceBatch | None,
-        events: EventLog, received: list[int],
-    ) -> None:  # fmt: skip
+        self,
+        config: SupervisedConfig,
+        ranks: Ranks,
+        examples: SequenceBatch,
+        held_out: SequenceBatch | None,
+        events: EventLog,
+        received: list[int],
+    ) -> None:
         self.config, self.ranks, self.examples, self.held_out = config, ranks, examples, held_out
         self.events, self.received, self.last_evaluation = events, received, -1
         self.per_epoch = math.ceil(len(examples) / config.train.batch_size)
@@ -158,7 +181,9 @@ class Supervised:
         self.step = 0 if resumed is None else resumed.step
         first = dist.get_rank() == 0
         self.recorder = SupervisedRecorder(config, self.steps, self.step, events) if first else None
-        self.gauges = self._example_gauges({} if resumed is None else resumed.arrays) if first else None
+        self.gauges = (
+            self._example_gauges({} if resumed is None else resumed.arrays) if first else None
+        )
         self.checkpointer = Checkpointer(config, groups, data, timeout_s, events)
         events.note("ready", steps=self.steps, processes={})
 
@@ -193,7 +218,8 @@ class Supervised:
                 self.recorder.close()
 
     def _due(self, every: int, otherwise: int | None) -> bool:
-        """Whether something is due after this step; ``otherwise``: how often without a number of steps."""
+        """Whether something is due after this step; ``otherwise``: how often without a number of
+        steps."""
         interval = otherwise if every == -1 else every
         return interval is not None and self.step % interval == 0
 
@@ -208,7 +234,10 @@ class Supervised:
             metrics |= self.gauges.step(self.step, rows)
         self.step += 1
         if self.recorder is not None:
-            total, seconds = int(self.examples.lengths_B[torch.tensor(rows)].sum()), time.perf_counter() - started
+            total, seconds = (
+                int(self.examples.lengths_B[torch.tensor(rows)].sum()),
+                time.perf_counter() - started,
+            )
             check_gauges(self.step, metrics, self.config)
             self.recorder.step(self.step, metrics, tokens, total, seconds)
 
@@ -216,7 +245,9 @@ class Supervised:
         """One optimizer step; its loss is computed once more, from the log-probs alone."""
         seen: list[LogprobEntropy] = []
         self.movement.begin()
-        metrics = self.policy.train_step(batch, Answers(batch.responses, tokens), SupervisedLoss(), seen=seen)
+        metrics = self.policy.train_step(
+            batch, Answers(batch.responses, tokens), SupervisedLoss(), seen=seen
+        )
         self.movement.end()
         moved: list[Moved | None] = [None] * dist.get_world_size()
         dist.all_gather_object(moved, self.movement.take())
@@ -226,10 +257,14 @@ class Supervised:
 
     def _mean_loss(self, logprobs_N: torch.Tensor, tokens: int) -> float:
         """Over the shares of all data-parallel ranks, of so many tokens."""
-        return -float(sum_over_replicas(logprobs_N.sum(dtype=torch.float64), self.policy.device)) / tokens
+        return (
+            -float(sum_over_replicas(logprobs_N.sum(dtype=torch.float64), self.policy.device))
+            / tokens
+        )
 
     def _rows(self, step: int) -> list[int]:
-        """The examples of a step: every pass has an order of its own, which depends on the seed alone."""
+        """The examples of a step: every pass has an order of its own, which depends on the seed
+        alone."""
         epoch, number = divmod(step, self.per_epoch)
         generator = torch.Generator().manual_seed(self.config.train.seed + epoch)
         order = torch.randperm(len(self.examples), generator=generator)
@@ -238,7 +273,10 @@ class Supervised:
 
     def _own(self, of: SequenceBatch, rows: list[int]) -> list[int]:
         """Those of this data-parallel rank, about as much work for each. Not a collective."""
-        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        replicas, replica = (
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_rank(),
+        )
         costs = row_costs(self.policy.shape, self.config.megatron, self.config.layout)
         return [rows[place] for place in deal_rows(of.select(rows), replicas, costs)[replica]]
 
@@ -250,7 +288,9 @@ class Supervised:
         started = time.perf_counter()
         with phase("evaluating"):
             own = self.held_out.select(self._own(self.held_out, list(range(len(self.held_out)))))
-            loss = self._mean_loss(self.policy.logprobs(own).logprobs_N, int(self.held_out.counts_B.sum()))
+            loss = self._mean_loss(
+                self.policy.logprobs(own).logprobs_N, int(self.held_out.counts_B.sum())
+            )
         if self.recorder is not None:
             self.recorder.evaluation(self.step, loss, self.known, time.perf_counter() - started)
 
@@ -268,12 +308,19 @@ class Supervised:
 
     def _save_and_end(self, number: int) -> int:
         with phase("saving a checkpoint"):
-            self.ranks.led(lambda: self.checkpointer.save_before_the_end(self._state, self.timeout_s))
+            self.ranks.led(
+                lambda: self.checkpointer.save_before_the_end(self._state, self.timeout_s)
+            )
         return report_interruption(self.config, self.events, number)
 
     def _finish(self) -> None:
-        path, folder = self.config.ckpt.output_dir, Path(str(self.config.logger.metrics_path)).parent
+        path, folder = (
+            self.config.ckpt.output_dir,
+            Path(str(self.config.logger.metrics_path)).parent,
+        )
         with phase("writing the final checkpoint"):
-            self.ranks.led(lambda: write_hf(self.ranks.call, "policy", path, "ckpt.output_dir", self.timeout_s))
+            self.ranks.led(
+                lambda: write_hf(self.ranks.call, "policy", path, "ckpt.output_dir", self.timeout_s)
+            )
         self.events.note("end", path=path, results={})
         logger.info("the final checkpoint is in %s; openrlhf-ext report %s", path, folder)

@@ -32,12 +32,16 @@ def random_completion(rng: random.Random, vocabulary: int, max_length: int) -> d
     }
 
 
-def random_groups(seed: int, *, groups: int = 3, max_size: int = 5, max_length: int = 6, vocabulary: int = 3) -> list:
+def random_groups(
+    seed: int, *, groups: int = 3, max_size: int = 5, max_length: int = 6, vocabulary: int = 3
+) -> list:
     """Ragged groups: mixed, all-correct, all-wrong, single and duplicated completions occur."""
     rng = random.Random(seed)
     out = []
     for _ in range(rng.randint(1, groups)):
-        group = [random_completion(rng, vocabulary, max_length) for _ in range(rng.randint(1, max_size))]
+        group = [
+            random_completion(rng, vocabulary, max_length) for _ in range(rng.randint(1, max_size))
+        ]
         style = rng.random()
         if style < 0.15:
             reward = rng.choice([0.0, 1.0])
@@ -50,7 +54,8 @@ def random_groups(seed: int, *, groups: int = 3, max_size: int = 5, max_length: 
 
 
 def rounded(groups: list, dtype: torch.dtype) -> list:
-    """The same groups with their floats rounded to `dtype`, so that only the arithmetic is compared."""
+    """The same groups with their floats rounded to `dtype`, so that only the arithmetic is
+    compared."""
 
     def cast(value):
         if isinstance(value, list) and value and isinstance(value[0], float):
@@ -75,7 +80,8 @@ def to_batch(
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     if shuffle is not None:
         random.Random(shuffle).shuffle(places)
-        # Natural order inside a group is batch order: keep it, so that order-dependent selections agree.
+        # Natural order inside a group is batch order: keep it, so that order-dependent selections
+        # agree.
         slots = {g: iter(range(len(groups[g]))) for g in range(len(groups))}
         places = [(g, next(slots[g])) for g, _ in places]
     rows = [groups[g][i] for g, i in places]
@@ -126,7 +132,9 @@ def assert_close(got, wanted, tolerance: float, what: str) -> None:
     got, wanted = flatten(got), flatten(wanted)
     assert len(got) == len(wanted), what
     for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), f"{what}[{index}]: {a!r} is not {b!r}"
+        assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), (
+            f"{what}[{index}]: {a!r} is not {b!r}"
+        )
 
 
 TOKEN_QUANTITIES = (
@@ -160,7 +168,8 @@ def check_against_reference(
     correction=None,
     **extra,
 ) -> None:
-    """Product and reference agree in loss, gradient and every exposed quantity; shares add up to the whole."""
+    """Product and reference agree in loss, gradient and every exposed quantity; shares add up to
+    the whole."""
     groups = rounded(groups, dtype)
     batch, new, places = to_batch(groups, dtype=dtype, shuffle=shuffle)
     algorithm = get_algorithm(name, correction=correction, **options, **extra.pop("product", {}))
@@ -175,7 +184,9 @@ def check_against_reference(
     assert_close(by_place(grad, places, groups), wanted["grad"], tolerance, "grad")
     for quantity in TOKEN_QUANTITIES:
         if quantity in wanted:
-            assert_close(by_place(shaped[quantity], places, groups), wanted[quantity], tolerance, quantity)
+            assert_close(
+                by_place(shaped[quantity], places, groups), wanted[quantity], tolerance, quantity
+            )
     if "ratios" in wanted:
         # A ratio that is clipped may be infinite in the product's dtype.
         ratios = torch.tensor(flatten(wanted["ratios"]), dtype=torch.float64).to(dtype).tolist()
@@ -194,7 +205,8 @@ def check_against_reference(
 
 
 def selection_is_a_near_tie(wanted: dict) -> bool:
-    """The last chosen covariance and the next differ by rounding only, so that either choice is right."""
+    """The last chosen covariance and the next differ by rounding only, so that either choice is
+    right."""
     if "cov" not in wanted or "candidates" in wanted or not wanted["chosen"]:
         return False
     last = min(wanted["cov"][place] for place in wanted["chosen"])
@@ -221,7 +233,10 @@ def check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance) -> None:
 def check_terms_add_up(algorithm, shaped, new, loss: float, grad, tolerance: float) -> None:
     """The terms of single tokens, met in blocks in any order, have the whole's sum and gradient."""
     terms = algorithm.token_loss(algorithm.prepare(new.detach(), shaped))
-    if isinstance(algorithm, SequenceAlgorithm) or getattr(algorithm.options, "policy_loss_type", "ppo") == "gspo":
+    if (
+        isinstance(algorithm, SequenceAlgorithm)
+        or getattr(algorithm.options, "policy_loss_type", "ppo") == "gspo"
+    ):
         assert terms is None
         return
     tokens = torch.randperm(len(new), generator=torch.Generator().manual_seed(len(new)))

@@ -1,8 +1,9 @@
-"""Slow reference implementations: plain Python loops over lists of floats, written from the specification.
+"""Slow reference implementations: plain Python loops over lists of floats, written from the
+specification.
 
-Nothing here imports the product. A batch is a list of groups, a group a list of completions, a completion a dict with
-`tokens`, `reward`, `H`, `old`, `new` and optionally `ref`, `guide`, `rollout`, `truncated`, `behavior`. Gradients are
-the analytic ones with respect to `new`.
+Nothing here imports the product. A batch is a list of groups, a group a list of completions, a
+completion a dict with `tokens`, `reward`, `H`, `old`, `new` and optionally `ref`, `guide`,
+`rollout`, `truncated`, `behavior`. Gradients are the analytic ones with respect to `new`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ LN2 = math.log(2.0)
 
 _A = {"success_threshold": 0.5, "mask_truncated": False, "degenerate_by": "class"}
 _B = {"adv_eps": 1e-6, "ddof_seq": 1, "normalize_std": True, "baseline": "seq"}
-_C = {"length_penalty": None, "grop_gamma1": 0.75, "grop_medium_else": "none", "grop_hard_dapo": None}
+_C = {
+    "length_penalty": None,
+    "grop_gamma1": 0.75,
+    "grop_medium_else": "none",
+    "grop_hard_dapo": None,
+}
 _C["stop_properly"] = None
 _E = {
     "base_reward": "binary",
@@ -174,7 +180,11 @@ DEFAULTS |= {
     "flash_reinforce": _RETURNS,
     "dr_grpo": _RETURNS,
     "cispo": {
-        **{key: value for key, value in {**_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN}.items() if key != "dual_clip"},
+        **{
+            key: value
+            for key, value in {**_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN}.items()
+            if key != "dual_clip"
+        },
         "degenerate": "literal",
         "clip_low": 1.0,
         "clip_high": 4.0,
@@ -193,7 +203,13 @@ DEFAULTS |= {
         "tau_neg": 1.05,
     },
 }
-DEFAULTS["on_policy_distillation"] = {**_CLIP, **_TOKEN_MEAN, "clip_high": 0.2, "kl_coef": 0.0, "most_gap": 10.0}
+DEFAULTS["on_policy_distillation"] = {
+    **_CLIP,
+    **_TOKEN_MEAN,
+    "clip_high": 0.2,
+    "kl_coef": 0.0,
+    "most_gap": 10.0,
+}
 DEFAULTS["mixed_policy_dapo"] = {**DEFAULTS["dapo"], "zero_batch": False, "zero_weight": 1.0}
 OFFICIAL = {
     "normalize_std": False,
@@ -212,10 +228,14 @@ def options_of(name: str, given: dict) -> dict:
     if given.get("preset") == "official":
         base.update(OFFICIAL)
     nullable = ("clip_low", "dual_clip", "h_ini")
-    return {**base, **{key: value for key, value in given.items() if value is not None or key in nullable}}
+    return {
+        **base,
+        **{key: value for key, value in given.items() if value is not None or key in nullable},
+    }
 
 
-# --- shared pieces --------------------------------------------------------------------------------------------------
+# --- shared pieces
+# --------------------------------------------------------------------------------------------------
 
 
 def length(completion):
@@ -307,7 +327,10 @@ def length_penalties(group, o):
     if not spec or spec["kind"] == "none":
         return [0.0] * len(group)
     if spec["kind"] == "dapo":
-        out = [dapo_penalty(length(c), spec["l_max"], spec["l_cache"], spec.get("factor", 1.0)) for c in group]
+        out = [
+            dapo_penalty(length(c), spec["l_max"], spec["l_cache"], spec.get("factor", 1.0))
+            for c in group
+        ]
     elif spec["kind"] == "tan_v1":
         out = []
         short = spec["L2"] - spec["L1"]
@@ -330,7 +353,9 @@ def group_advantages(group, o):
     """Penalized rewards and A_i of 2.5, without the treatment of degenerate groups."""
     rewards = [c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)]
     if o["baseline"] == "token":
-        mu = sum(length(c) * r for c, r in zip(group, rewards, strict=True)) / sum(length(c) for c in group)
+        mu = sum(length(c) * r for c, r in zip(group, rewards, strict=True)) / sum(
+            length(c) for c in group
+        )
     else:
         mu = mean(rewards)
     if not o["normalize_std"]:
@@ -388,7 +413,8 @@ def token_omegas(groups, kept, counted, o):
     return out
 
 
-# --- importance correction (OpenRLHF's PolicyLoss) ------------------------------------------------------------------
+# --- importance correction (OpenRLHF's PolicyLoss)
+# ------------------------------------------------------------------
 
 
 def correction_factors(completion, correction):
@@ -419,7 +445,8 @@ def correction_factors(completion, correction):
     return [math.exp(x) if low <= s <= high else 0.0 for x, s in zip(logs, stats, strict=True)]
 
 
-# --- objectives -----------------------------------------------------------------------------------------------------
+# --- objectives
+# --------------------------------------------------------------------------------------------------
 
 
 def kl_term(estimator, ref, new):
@@ -510,7 +537,8 @@ def sequence_loss(groups, advantages, kept, o, kind, correction=None):
     return loss, grad, ratios
 
 
-# --- algorithms -----------------------------------------------------------------------------------------------------
+# --- algorithms
+# --------------------------------------------------------------------------------------------------
 
 
 def group_relative(groups, o):
@@ -520,8 +548,13 @@ def group_relative(groups, o):
         r, a = group_advantages(group, o)
         rewards.append(r)
         seq.append([0.0] * len(group) if not kept[g] or zeroed(group, o) else a)
-    counted = [[0 if masked(c, o) or not kept[g] else length(c) for c in group] for g, group in enumerate(groups)]
-    tokens = [[[seq[g][i]] * length(c) for i, c in enumerate(group)] for g, group in enumerate(groups)]
+    counted = [
+        [0 if masked(c, o) or not kept[g] else length(c) for c in group]
+        for g, group in enumerate(groups)
+    ]
+    tokens = [
+        [[seq[g][i]] * length(c) for i, c in enumerate(group)] for g, group in enumerate(groups)
+    ]
     return kept, rewards, seq, counted, tokens
 
 
@@ -541,7 +574,10 @@ def run_group_relative(groups, o, correction=None, kl=None):
 
 def returns_of(groups, o, baselined):
     """Rewards, and advantages of every token: discounted sums, whitened where the method does."""
-    rewards = [[c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)] for group in groups]
+    rewards = [
+        [c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)]
+        for group in groups
+    ]
     everyone = [r for row in rewards for r in row]
     tokens = []
     for group, row in zip(groups, rewards, strict=True):
@@ -550,7 +586,9 @@ def returns_of(groups, o, baselined):
             scores = [min(max(s, o["reward_clip"][0]), o["reward_clip"][1]) for s in scores]
         gamma = o.get("gamma", 1.0)
         pairs = zip(scores, group, strict=True)
-        tokens.append([[s * gamma ** (length(c) - 1 - t) for t in range(length(c))] for s, c in pairs])
+        tokens.append(
+            [[s * gamma ** (length(c) - 1 - t) for t in range(length(c))] for s, c in pairs]
+        )
     if o.get("whiten"):
         flat = [a for group in tokens for row in group for a in row]
         center, variance = mean(flat), std(flat, 0) ** 2
@@ -613,11 +651,18 @@ def run_distillation(groups, o, correction=None):
     omegas = token_omegas(groups, [True] * len(groups), counted, o)
     loss, grad, clipped = token_loss(groups, tokens, omegas, o, correction=correction)
     rewards = [[c["reward"] for c in group] for group in groups]
-    return {"loss": loss, "grad": grad, "advantages": tokens, "rewards": rewards, "clipped": clipped}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": tokens,
+        "rewards": rewards,
+        "clipped": clipped,
+    }
 
 
 def run_gated(gate):
-    """A function of the ratio in place of the clipped surrogate: value and slope in log w of a token."""
+    """A function of the ratio in place of the clipped surrogate: value and slope in log w of a
+    token."""
 
     def run_method(groups, o, correction=None):
         kept, rewards, seq, counted, tokens = group_relative(groups, o)
@@ -626,11 +671,19 @@ def run_gated(gate):
             for i, c in enumerate(group):
                 factors = correction_factors(c, correction)
                 for t in range(length(c)):
-                    value, slope = gate(math.exp(c["new"][t] - c["old"][t]), seq[g][i], c["new"][t], o)
+                    value, slope = gate(
+                        math.exp(c["new"][t] - c["old"][t]), seq[g][i], c["new"][t], o
+                    )
                     k, dk = kl_term("k3", c["ref"][t], c["new"][t])
                     loss -= omegas[g][i] * (factors[t] * value - o["kl_coef"] * k)
                     grad[g][i][t] -= omegas[g][i] * (factors[t] * slope - o["kl_coef"] * dk)
-        return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards}
+        return {
+            "loss": loss,
+            "grad": grad,
+            "advantages": tokens,
+            "seq_advantages": seq,
+            "rewards": rewards,
+        }
 
     return run_method
 
@@ -661,7 +714,13 @@ def run_gmpo(groups, o, correction=None):
             loss -= factor * value
             for t in range(length(c)):
                 grad[g][i][t] -= factor * value / length(c) if bounded[t] == logs[t] else 0.0
-    return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": tokens,
+        "seq_advantages": seq,
+        "rewards": rewards,
+    }
 
 
 def run_gspo(groups, o, correction=None):
@@ -701,22 +760,31 @@ def run_high_entropy_tokens(groups, o, correction=None):
     mask = [[[h >= tau for h in c["H"]] for c in group] for group in groups]
     if o["mask_denominator"] == "selected":
         counted = [
-            [sum(mask[g][i]) if counted[g][i] else 0 for i in range(len(group))] for g, group in enumerate(groups)
+            [sum(mask[g][i]) if counted[g][i] else 0 for i in range(len(group))]
+            for g, group in enumerate(groups)
         ]
     omegas = token_omegas(groups, kept, counted, o)
-    loss, grad, clipped = token_loss(groups, tokens, omegas, o, token_mask=mask, correction=correction)
+    loss, grad, clipped = token_loss(
+        groups, tokens, omegas, o, token_mask=mask, correction=correction
+    )
     return {"loss": loss, "grad": grad, "advantages": tokens, "tau": tau, "token_mask": mask}
 
 
 def covariances(groups, kept, seq):
     entries = [
-        (g, i, t) for g, group in enumerate(groups) if kept[g] for i, c in enumerate(group) for t in range(length(c))
+        (g, i, t)
+        for g, group in enumerate(groups)
+        if kept[g]
+        for i, c in enumerate(group)
+        for t in range(length(c))
     ]
     if not entries:
         return entries, {}
     mean_a = mean([seq[g][i] for g, i, _ in entries])
     mean_new = mean([groups[g][i]["new"][t] for g, i, t in entries])
-    return entries, {(g, i, t): (seq[g][i] - mean_a) * (groups[g][i]["new"][t] - mean_new) for g, i, t in entries}
+    return entries, {
+        (g, i, t): (seq[g][i] - mean_a) * (groups[g][i]["new"][t] - mean_new) for g, i, t in entries
+    }
 
 
 def run_clip_cov(groups, o, correction=None):
@@ -732,8 +800,17 @@ def run_clip_cov(groups, o, correction=None):
     k = max(1, int(o["cov_ratio"] * len(entries))) if entries else 0
     chosen = [candidates[j] for j in order][:k]
     omegas = token_omegas(groups, kept, counted, o)
-    loss, grad, _ = token_loss(groups, tokens, omegas, o, correction=correction, removed=set(chosen))
-    return {"loss": loss, "grad": grad, "advantages": tokens, "cov": cov, "candidates": candidates, "chosen": chosen}
+    loss, grad, _ = token_loss(
+        groups, tokens, omegas, o, correction=correction, removed=set(chosen)
+    )
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": tokens,
+        "cov": cov,
+        "candidates": candidates,
+        "chosen": chosen,
+    }
 
 
 def run_kl_cov(groups, o, correction=None):
@@ -743,7 +820,9 @@ def run_kl_cov(groups, o, correction=None):
     k = max(1, int(o["cov_ratio"] * len(entries))) if entries else 0
     chosen = sorted(entries, key=lambda e: -cov[e])[:k]
     omegas = token_omegas(groups, kept, counted, o)
-    loss, grad, _ = token_loss(groups, tokens, omegas, o, correction=correction, penalized=set(chosen))
+    loss, grad, _ = token_loss(
+        groups, tokens, omegas, o, correction=correction, penalized=set(chosen)
+    )
     return {"loss": loss, "grad": grad, "advantages": tokens, "cov": cov, "chosen": chosen}
 
 
@@ -760,7 +839,10 @@ def run_mixed(groups, o, correction=None):
     )
     if o["zero_batch"]:
         members = [
-            (g, c, i) for g, group in enumerate(groups) if not partition(group, o)[0] for i, c in enumerate(group)
+            (g, c, i)
+            for g, group in enumerate(groups)
+            if not partition(group, o)[0]
+            for i, c in enumerate(group)
         ]
         total = sum(length(c) for _, c, _ in members)
         for g, c, i in members:
@@ -772,7 +854,8 @@ def run_mixed(groups, o, correction=None):
     return {"loss": loss, "grad": grad, "advantages": tokens}
 
 
-# --- entropy shaping ------------------------------------------------------------------------------------------------
+# --- entropy shaping
+# ------------------------------------------------------------------------------------------------
 
 
 def prepared(h, o):
@@ -804,7 +887,9 @@ def token_shares(groups, members, quantity, o):
                 if o["entropy_axis"] == "column":
                     others = [quantity(a, b, t) for a, b in same if length(groups[a][b]) > t]
                 else:
-                    others = [quantity(a, b, s) for a, b in same for s in range(length(groups[a][b]))]
+                    others = [
+                        quantity(a, b, s) for a, b in same for s in range(length(groups[a][b]))
+                    ]
             rho[g][i][t] = share(quantity(g, i, t), others, o)
     return rho
 
@@ -834,7 +919,10 @@ def run_gtpo_entropy(groups, o, correction=None, kl=None):
         for t in range(length(c)):
             rho = rho_pos[g][i][t]
             if clipped_positive:
-                value = min(max(o["alpha1"] + o["alpha2"] * rho, 1.0), o["alpha1"] + o["alpha1"] / o["kappa"])
+                value = min(
+                    max(o["alpha1"] + o["alpha2"] * rho, 1.0),
+                    o["alpha1"] + o["alpha1"] / o["kappa"],
+                )
             elif version == "v6":
                 value = o["alpha1"] * r + o["alpha2"] * rho
             else:
@@ -851,7 +939,11 @@ def run_gtpo_entropy(groups, o, correction=None, kl=None):
                 r_pos[g][i][t] = pens[g][i]
 
     def pool(table, own, g):
-        members = [m for m in (own if o["adv_pool"] == "own" else p + n) if o["norm_scope"] == "batch" or m[0] == g]
+        members = [
+            m
+            for m in (own if o["adv_pool"] == "own" else p + n)
+            if o["norm_scope"] == "batch" or m[0] == g
+        ]
         values = [table[a][b][t] for a, b in members for t in range(length(groups[a][b]))]
         return (mean(values), std(values, o["ddof_tok"])) if values else (0.0, 0.0)
 
@@ -864,7 +956,10 @@ def run_gtpo_entropy(groups, o, correction=None, kl=None):
                 if o["sign_guard"]:
                     a = max(a, 0.0) if members is p else min(a, 0.0)
                 advantages[g][i][t] = 0.0 if zeroed(groups[g], o) else a
-    counted = [[0 if masked(c, o) or not kept[g] else length(c) for c in group] for g, group in enumerate(groups)]
+    counted = [
+        [0 if masked(c, o) or not kept[g] else length(c) for c in group]
+        for g, group in enumerate(groups)
+    ]
     omegas = token_omegas(groups, kept, counted, o)
     loss, grad, clipped = token_loss(groups, advantages, omegas, o, correction=correction, kl=kl)
     return {
@@ -893,7 +988,9 @@ def run_grpo_s(groups, o, correction=None):
             if o["h_hat"] == "arithmetic":
                 row.append(mean(values))
             else:
-                row.append(0.0 if min(values) <= 0 else math.exp(mean([math.log(v) for v in values])))
+                row.append(
+                    0.0 if min(values) <= 0 else math.exp(mean([math.log(v) for v in values]))
+                )
         h_hat.append(row)
 
     def shares(members, x):
@@ -927,7 +1024,11 @@ def run_grpo_s(groups, o, correction=None):
     for members, table in ((p, r_pos), (n, r_neg if two else r_pos)):
         for g, i in members:
             own = n if two and members is n else p
-            pool = [m for m in (own if o["adv_pool"] == "own" else p + n) if o["norm_scope"] == "batch" or m[0] == g]
+            pool = [
+                m
+                for m in (own if o["adv_pool"] == "own" else p + n)
+                if o["norm_scope"] == "batch" or m[0] == g
+            ]
             values = [table[a][b] for a, b in pool]
             if zeroed(groups[g], o) or not values:
                 continue
@@ -944,7 +1045,8 @@ def run_grpo_s(groups, o, correction=None):
     }
 
 
-# --- conflicts ------------------------------------------------------------------------------------------------------
+# --- conflicts
+# --------------------------------------------------------------------------------------------------
 
 
 def conflict_mask(group, signs, i, backward, anchor):
@@ -968,7 +1070,10 @@ def conflict_mask(group, signs, i, backward, anchor):
 
 
 def run_gtpo_conflict(groups, o, correction=None, kl=None):
-    result = {key: [] for key in ("A", "A_tilde", "delta", "lambda", "forward_mask", "backward_mask", "H_bar")}
+    result = {
+        key: []
+        for key in ("A", "A_tilde", "delta", "lambda", "forward_mask", "backward_mask", "H_bar")
+    }
     omegas = []
     for group in groups:
         rewards = [c["reward"] for c in group]
@@ -996,7 +1101,9 @@ def run_gtpo_conflict(groups, o, correction=None, kl=None):
         active = o["filter"] != "off" and (o["h_ini"] is None or o["h_ini"] < LN2)
         delta, tilde, omega = [], [], []
         for i, c in enumerate(group):
-            removed = active and h_bar[i] > o["entropy_threshold"] and (o["filter"] == "all" or a[i] < 0)
+            removed = (
+                active and h_bar[i] > o["entropy_threshold"] and (o["filter"] == "all" or a[i] < 0)
+            )
             delta.append(0.0 if removed else 1.0)
             value = delta[i] * (a[i] - o["gamma"] * h_bar[i])
             tilde.append(0.0 if o["zero_adv"] == "skip" and a[i] == 0 else value)
@@ -1017,8 +1124,13 @@ def run_gtpo_conflict(groups, o, correction=None, kl=None):
             ("H_bar", h_bar),
         ):
             result[key].append(value)
-    tokens = [[[result["A_tilde"][g][i]] * length(c) for i, c in enumerate(group)] for g, group in enumerate(groups)]
-    loss, grad, _ = token_loss(groups, tokens, omegas, o, factors=result["lambda"], correction=correction, kl=kl)
+    tokens = [
+        [[result["A_tilde"][g][i]] * length(c) for i, c in enumerate(group)]
+        for g, group in enumerate(groups)
+    ]
+    loss, grad, _ = token_loss(
+        groups, tokens, omegas, o, factors=result["lambda"], correction=correction, kl=kl
+    )
     return {**result, "loss": loss, "grad": grad, "advantages": tokens}
 
 
@@ -1028,8 +1140,12 @@ RUNNERS = {
     "dr_grpo": run_returns(lambda i, row, everyone, o: row[i] - mean(row)),
     "reinforce": run_returns(lambda i, row, everyone, o: row[i]),
     "reinforce_baseline": run_returns(lambda i, row, everyone, o: row[i] - mean(row)),
-    "rloo": run_returns(lambda i, row, everyone, o: row[i] - (sum(row) - row[i]) / max(1, len(row) - 1)),
-    "group_norm": run_returns(lambda i, row, everyone, o: (row[i] - mean(row)) / (std(row, 1) + o["adv_eps"])),
+    "rloo": run_returns(
+        lambda i, row, everyone, o: row[i] - (sum(row) - row[i]) / max(1, len(row) - 1)
+    ),
+    "group_norm": run_returns(
+        lambda i, row, everyone, o: (row[i] - mean(row)) / (std(row, 1) + o["adv_eps"])
+    ),
     "flash_reinforce": run_returns(lambda i, row, everyone, o: row[i] - mean(everyone)),
     "cispo": run_gated(cispo_gate),
     "gmpo": run_gmpo,

@@ -1,4 +1,5 @@
-"""Every method and option value agrees with the plain-loop reference: value, gradient and exposed quantities."""
+"""Every method and option value agrees with the plain-loop reference: value, gradient and exposed
+quantities."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ PENALTY = {
 CLIP = {"clip_low": [0.2, 0.1, None], "clip_high": [0.28, 0.05], "dual_clip": [None, 1.1, 3.0]}
 KL = {"kl_coef": [0.0, 0.3]}
 SCOPE = {"agg_scope": ["batch", "group"]}
-AGG = {**SCOPE, "agg": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"], "l_norm": [7.0, 3.5]}
+AGG = {
+    **SCOPE,
+    "agg": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    "l_norm": [7.0, 3.5],
+}
 ENTROPY = {
     "base_reward": ["binary", "raw"],
     "entropy_eps": [1e-6, 1e-2],
@@ -61,7 +66,12 @@ OPTIONS = {
     "cispo": {**GROUP, **KL, **AGG, "clip_low": [1.0, 0.2, None], "clip_high": [4.0, 0.1]},
     "gmpo": {**GROUP, "log_clip": [0.4, 0.1]},
     "sapo": {**GROUP, **KL, **AGG, "tau_pos": [1.0, 2.0], "tau_neg": [1.05, 3.0]},
-    "gspo": {**GROUP, "clip_low": [3e-4, 0.2, None], "clip_high": [4e-4, 0.1], "dual_clip": [None, 1.1]},
+    "gspo": {
+        **GROUP,
+        "clip_low": [3e-4, 0.2, None],
+        "clip_high": [4e-4, 0.1],
+        "dual_clip": [None, 1.1],
+    },
     "gtpo_entropy": {
         **PARTITION,
         **TRUNCATION,
@@ -116,7 +126,14 @@ OPTIONS = {
         "clip_low": [None, 0.2],
         "clip_high": [0.2, 0.1],
     },
-    "entropy_advantage": {**GROUP, **CLIP, **KL, **AGG, "ent_alpha": [0.4, 0.1, 3.0], "ent_kappa": [2.0, 1.5]},
+    "entropy_advantage": {
+        **GROUP,
+        **CLIP,
+        **KL,
+        **AGG,
+        "ent_alpha": [0.4, 0.1, 3.0],
+        "ent_kappa": [2.0, 1.5],
+    },
     "high_entropy_tokens": {
         **GROUP,
         **CLIP,
@@ -136,7 +153,14 @@ OPTIONS = {
     },
     "kl_cov": {**COV, **KL, "cov_ratio": [2e-3, 0.3], "ppo_kl_coef": [1.0, 0.0, 0.4]},
     "on_policy_distillation": {**CLIP, **KL, **AGG, "most_gap": [10.0, 0.2]},
-    "mixed_policy_dapo": {**GROUP, **CLIP, **KL, **AGG, "zero_batch": [False, True], "zero_weight": [1.0, 0.3]},
+    "mixed_policy_dapo": {
+        **GROUP,
+        **CLIP,
+        **KL,
+        **AGG,
+        "zero_batch": [False, True],
+        "zero_weight": [1.0, 0.3],
+    },
 }
 CORRECTIONS = [
     {"level": "token", "mode": "mask", "threshold": [0.8, 1.3]},
@@ -201,7 +225,9 @@ def test_every_option_value(name: str, options: dict) -> None:
 
 @st.composite
 def option_sets(draw, name: str) -> dict:
-    return legal(name, {key: draw(st.sampled_from(values)) for key, values in OPTIONS[name].items()})
+    return legal(
+        name, {key: draw(st.sampled_from(values)) for key, values in OPTIONS[name].items()}
+    )
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
@@ -218,20 +244,26 @@ def test_random_option_combinations(name: str, data: st.DataObject, seed: int) -
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_float32(name: str, data: st.DataObject, seed: int) -> None:
     options = data.draw(option_sets(name))
-    check_against_reference(name, options, random_groups(seed), dtype=torch.float32, tolerance=1e-5, shuffle=seed)
+    check_against_reference(
+        name, options, random_groups(seed), dtype=torch.float32, tolerance=1e-5, shuffle=seed
+    )
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 def test_every_correction(name: str, correction: dict) -> None:
-    check_against_reference(name, base_options(name), random_groups(5), shuffle=3, correction=correction)
+    check_against_reference(
+        name, base_options(name), random_groups(5), shuffle=3, correction=correction
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gtpo_entropy", "gtpo_conflict"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimators_in_the_loss(name: str, estimator: str) -> None:
     product = {"kl": {"coef": 0.3, "estimator": estimator}}
-    check_against_reference(name, base_options(name), random_groups(7), product=product, kl=(0.3, estimator))
+    check_against_reference(
+        name, base_options(name), random_groups(7), product=product, kl=(0.3, estimator)
+    )
 
 
 @pytest.mark.parametrize("name", ["gtpo_entropy", "gtpo_conflict", "grpo_s"])

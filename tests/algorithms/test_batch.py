@@ -54,10 +54,21 @@ def finite(algorithm, batch: RolloutBatch):
         ((1.0, 0.0, 1.0, 0.0), {"group_ids": torch.arange(4)}),
         ((1.0,), {"group_ids": torch.tensor([-5])}),
     ],
-    ids=["all correct", "all wrong", "equal", "zero entropy", "one token", "full cover", "G = 1", "B = 1"],
+    ids=[
+        "all correct",
+        "all wrong",
+        "equal",
+        "zero entropy",
+        "one token",
+        "full cover",
+        "G = 1",
+        "B = 1",
+    ],
 )
 @pytest.mark.parametrize("degenerate", ["drop", "zero", "literal"])
-def test_nasty_batches_give_finite_numbers(name: str, rewards: tuple, change: dict, degenerate: str) -> None:
+def test_nasty_batches_give_finite_numbers(
+    name: str, rewards: tuple, change: dict, degenerate: str
+) -> None:
     options = {} if name == "gtpo_conflict" else {"degenerate": degenerate}
     finite(build(name, **options), simple_batch(rewards, **change))
 
@@ -115,13 +126,17 @@ def test_bfloat16_logprobs_are_promoted(name: str) -> None:
     assert loss.value.dtype == torch.float32
     loss.value.backward()
     assert new.grad.dtype == torch.bfloat16
-    assert torch.equal(loss.value.detach(), algorithm.loss(new.detach().float(), algorithm.shape(wide)).value)
+    assert torch.equal(
+        loss.value.detach(), algorithm.loss(new.detach().float(), algorithm.shape(wide)).value
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
     batch = simple_batch()
-    batch = dataclasses.replace(batch, old_logprobs=batch.old_logprobs.to(dtype), entropies=batch.entropies.to(dtype))
+    batch = dataclasses.replace(
+        batch, old_logprobs=batch.old_logprobs.to(dtype), entropies=batch.entropies.to(dtype)
+    )
     shaped = build("gtpo_entropy").shape(batch)
     assert {shaped.advantages.dtype, shaped["rho_pos"].dtype, shaped["Rpos"].dtype} == {dtype}
 
@@ -155,12 +170,16 @@ def test_infinite_values_are_named(bad: float, tensor: str, name: str, options: 
         ("guide_logprobs", 1.1e-3, {}, "at most 0.001"),
     ],
 )
-def test_values_that_no_distribution_has_are_named(tensor: str, value: float, options: dict, rule: str) -> None:
+def test_values_that_no_distribution_has_are_named(
+    tensor: str, value: float, options: dict, rule: str
+) -> None:
     values, lengths = torch.zeros(16), torch.tensor([4, 5, 3, 4])
     algorithm = build("mixed_policy_dapo", **options)
     algorithm.shape(simple_batch(lengths=lengths, **{tensor: values}))
     values[4 + 5 + 1] = value
-    with pytest.raises(ValueError, match=f"{tensor} must be {rule} on completion tokens: row 2, position 1 is"):
+    with pytest.raises(
+        ValueError, match=f"{tensor} must be {rule} on completion tokens: row 2, position 1 is"
+    ):
         algorithm.shape(simple_batch(lengths=lengths, **{tensor: values}))
 
 
@@ -170,7 +189,9 @@ def test_entropies_below_zero_by_rounding_count_as_zero(name: str) -> None:
     entropies[1] = -9e-5
     algorithm = build(name)
     below = algorithm.shape(simple_batch(entropies=entropies))
-    assert torch.equal(below.advantages, algorithm.shape(simple_batch(entropies=entropies.clamp(min=0))).advantages)
+    assert torch.equal(
+        below.advantages, algorithm.shape(simple_batch(entropies=entropies.clamp(min=0))).advantages
+    )
     assert entropies[1] < 0, "the caller's tensor is left alone"
 
 
@@ -192,8 +213,14 @@ def test_infinite_new_logprobs_are_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": torch.tensor([4, 4, 8, 0])}, "row 3 has 0 completion tokens; every completion needs one"),
-        ({"lengths": torch.tensor([4, 4, 4, 3])}, "lengths add up to 15 tokens, the tensors hold 16"),
+        (
+            {"lengths": torch.tensor([4, 4, 8, 0])},
+            "row 3 has 0 completion tokens; every completion needs one",
+        ),
+        (
+            {"lengths": torch.tensor([4, 4, 4, 3])},
+            "lengths add up to 15 tokens, the tensors hold 16",
+        ),
         ({"entropies": None}, "needs RolloutBatch.entropies"),
         ({"group_size": 3}, "group 0 has 2 completions, declared group size is 3"),
         ({"group_size": {0: 2, 1: 4}}, "group 1 has 2 completions, declared group size is 4"),
@@ -213,7 +240,10 @@ def test_illegal_contents_are_refused_by_shape(change: dict, message: str) -> No
         ({"lengths": torch.full((4,), 4.0)}, "lengths must be integer"),
         ({"old_logprobs": torch.zeros(16).long()}, "old_logprobs must be floating point"),
         ({"group_ids": torch.zeros(4)}, "group_ids must be integer"),
-        ({"tokens": torch.zeros(4, 4, dtype=torch.long)}, r"tokens and lengths must have shapes \(N,\) and \(B,\)"),
+        (
+            {"tokens": torch.zeros(4, 4, dtype=torch.long)},
+            r"tokens and lengths must have shapes \(N,\) and \(B,\)",
+        ),
     ],
 )
 def test_illegal_tensors_are_refused_at_once(change: dict, message: str) -> None:
@@ -236,7 +266,9 @@ def test_zero_entropy_without_eps_is_refused_by_name(name: str) -> None:
 
 def test_zero_std_without_eps_is_refused_by_name() -> None:
     batch = simple_batch((1.0, 0.0, 1.0, 1.0))
-    with pytest.raises(ValueError, match="adv_eps = 0 needs positive standard deviations, that of group 1 is 0"):
+    with pytest.raises(
+        ValueError, match="adv_eps = 0 needs positive standard deviations, that of group 1 is 0"
+    ):
         build("grpo", adv_eps=0.0).shape(batch)
 
 
@@ -244,7 +276,9 @@ def test_tensors_travel_out_of_band() -> None:
     shaped = build("grpo").shape(simple_batch(positions=5000)).lean()
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(shaped, protocol=5, buffer_callback=buffers.append)
-    per_token = [tensor for tensor in vars(shaped).values() if getattr(tensor, "shape", 0) == (20_000,)]
+    per_token = [
+        tensor for tensor in vars(shaped).values() if getattr(tensor, "shape", 0) == (20_000,)
+    ]
     sizes = sorted(len(buffer.raw()) for buffer in buffers)
     assert sizes[-len(per_token) :] == sorted(tensor.nbytes for tensor in per_token)
     assert len(data) < 10_000
@@ -287,25 +321,36 @@ def test_a_row_cannot_be_selected_twice(take: str, rows) -> None:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_shares_carry_what_the_loss_reads_and_nothing_else(name: str) -> None:
-    """No entropies, candidates, values or returns; of floats per token the advantages and old log-probs, and lambda."""
+    """No entropies, candidates, values or returns; of floats per token the advantages and old
+    log-probs, and lambda."""
     batch = simple_batch(values=torch.zeros(16))
     algorithm = build(name)
-    mini_batch = algorithm.prepare(batch.old_logprobs[:8], algorithm.shape(batch).mini_batch([0, 1]))
+    mini_batch = algorithm.prepare(
+        batch.old_logprobs[:8], algorithm.shape(batch).mini_batch([0, 1])
+    )
     part = mini_batch.lean().select([1])
     assert not part.pools and not part.metrics and set(part.of_rows) <= {"order"}
     assert not part.of_tokens
     shipped = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    floats = {n for n, t in shipped.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) == 4}
+    floats = {
+        n
+        for n, t in shipped.items()
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) == 4
+    }
     more = {"gtpo_conflict": {"token_weights"}}.get(name, set())
     assert floats == {"advantages", "old_logprobs"} | more
     new = torch.full((4,), -0.3)
-    assert torch.equal(algorithm.loss(new, part).value, algorithm.loss(new, mini_batch.select([1])).value)
+    assert torch.equal(
+        algorithm.loss(new, part).value, algorithm.loss(new, mini_batch.select([1])).value
+    )
 
 
 def test_loss_refuses_logprobs_of_another_shape() -> None:
     algorithm = build("dapo")
     shaped = algorithm.shape(simple_batch())
-    with pytest.raises(ValueError, match=r"new_logprobs has shape \(16,\), the shaped batch \(8,\)"):
+    with pytest.raises(
+        ValueError, match=r"new_logprobs has shape \(16,\), the shaped batch \(8,\)"
+    ):
         algorithm.loss(torch.zeros(16), shaped.select([0, 1]))
 
 
@@ -319,14 +364,24 @@ def test_covariance_methods_refuse_to_guess_on_a_share(name: str) -> None:
         algorithm.prepare(batch.old_logprobs[:8], part)
 
 
-@pytest.mark.parametrize("parts", [[[0, 5], [1, 2, 3, 4, 6, 7]], [[7, 1, 4], [0], [2, 3, 5, 6], []]], ids=str)
-@pytest.mark.parametrize(("name", "ties"), [("clip_cov", False), ("kl_cov", False), ("kl_cov", True)])
-def test_shares_choose_together_what_the_whole_would(name: str, ties: bool, parts: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "parts", [[[0, 5], [1, 2, 3, 4, 6, 7]], [[7, 1, 4], [0], [2, 3, 5, 6], []]], ids=str
+)
+@pytest.mark.parametrize(
+    ("name", "ties"), [("clip_cov", False), ("kl_cov", False), ("kl_cov", True)]
+)
+def test_shares_choose_together_what_the_whole_would(
+    name: str, ties: bool, parts: list[list[int]]
+) -> None:
     """Every share sees sums only; ties at the threshold go by natural order over all shares."""
     batch = simple_batch((1.0, 0.0, 0.0, 1.0) * 2, positions=20, group_ids=torch.tensor([9, 2] * 4))
     algorithm = build(name, cov_ratio=0.25)
     shaped = algorithm.shape(batch)
-    new = batch.segments.spread(batch.rewards - 2.0) if ties else batch.old_logprobs - 0.3 * batch.old_logprobs.sin()
+    new = (
+        batch.segments.spread(batch.rewards - 2.0)
+        if ties
+        else batch.old_logprobs - 0.3 * batch.old_logprobs.sin()
+    )
     whole = algorithm.prepare(new, shaped, seed=5)
     assert 0 < whole.selection.sum() < 160
     barrier, told = threading.Barrier(len(parts)), [torch.zeros(0)] * len(parts)
@@ -371,7 +426,9 @@ def test_failures_without_a_pool_of_successes_get_nothing() -> None:
     """Specification 3.6 step 3: `own` in v1 with an empty P, whatever the penalty."""
     options = {"version": "v1", "adv_pool": "own", "degenerate": "literal"}
     penalty = {"kind": "dapo", "l_max": 4, "l_cache": 3}
-    shaped = get_algorithm("grpo_s", length_penalty=penalty, **options).shape(simple_batch((0.0, 0.0, 1.0, 0.0)))
+    shaped = get_algorithm("grpo_s", length_penalty=penalty, **options).shape(
+        simple_batch((0.0, 0.0, 1.0, 0.0))
+    )
     assert shaped.seq_advantages[:2].tolist() == [0.0, 0.0] and shaped.seq_advantages[3] != 0
 
 
@@ -379,7 +436,9 @@ def test_clip_cov_draws_depend_on_the_seed_only() -> None:
     batch, new, _ = to_batch(mixed_groups(3, max_length=20))
     algorithm = build("clip_cov", cov_lb=-5.0, cov_ratio=0.1)
     shaped = algorithm.shape(batch)
-    draws = [algorithm.prepare(new.detach(), shaped, seed=seed)["chosen"].tolist() for seed in (1, 1, 2)]
+    draws = [
+        algorithm.prepare(new.detach(), shaped, seed=seed)["chosen"].tolist() for seed in (1, 1, 2)
+    ]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -393,7 +452,12 @@ def test_kl_cov_breaks_ties_in_natural_order() -> None:
     new = torch.where(rewards > 0, -1.0, -2.0).repeat_interleave(positions)
     algorithm = build("kl_cov", cov_ratio=50 / (rows * positions))
     chosen = algorithm.prepare(new, algorithm.shape(batch))["chosen"].tolist()
-    ties = [[group, completion, t] for group in (0, 1) for completion in range(4) for t in range(positions)]
+    ties = [
+        [group, completion, t]
+        for group in (0, 1)
+        for completion in range(4)
+        for t in range(positions)
+    ]
     assert chosen == ties[:50]
 
 
@@ -403,7 +467,10 @@ def test_perm_selects_candidates_by_their_number() -> None:
     candidates = build("clip_cov", **options)
     places = candidates.prepare(new.detach(), candidates.shape(batch))["candidates"].tolist()
     algorithm = build("clip_cov", perm=[3, 1], **options)
-    assert algorithm.prepare(new.detach(), algorithm.shape(batch))["chosen"].tolist() == [places[1], places[3]]
+    assert algorithm.prepare(new.detach(), algorithm.shape(batch))["chosen"].tolist() == [
+        places[1],
+        places[3],
+    ]
     with pytest.raises(ValueError, match="perm must hold distinct indices"):
         algorithm = build("clip_cov", perm=[10_000], **options)
         algorithm.prepare(new.detach(), algorithm.shape(batch))
@@ -411,11 +478,16 @@ def test_perm_selects_candidates_by_their_number() -> None:
 
 def test_unknown_quantities_are_refused_with_the_known_ones() -> None:
     shaped = build("gtpo_entropy").shape(simple_batch())
-    with pytest.raises(LookupError, match="gtpo_entropy has no 'rho_posi' here, only .*rho_pos, .* and fields"):
+    with pytest.raises(
+        LookupError, match="gtpo_entropy has no 'rho_posi' here, only .*rho_pos, .* and fields"
+    ):
         _ = shaped["rho_posi"]
     with pytest.raises(LookupError, match="gtpo_entropy has no 'ref_logprobs' here"):
         _ = shaped["ref_logprobs"]
-    with pytest.raises(AttributeError, match=r"LossBatch has no attribute 'advantage' \(did you mean advantages\?\)"):
+    with pytest.raises(
+        AttributeError,
+        match=r"LossBatch has no attribute 'advantage' \(did you mean advantages\?\)",
+    ):
         _ = shaped.advantage
 
 
@@ -423,7 +495,9 @@ def test_an_exposed_tensor_is_of_rows_or_of_tokens_for_good() -> None:
     """Also in a share whose rows are single tokens, where its length says nothing."""
     groups = random_groups(5)
     for completion in (completion for group in groups for completion in group[1:]):
-        completion.update({key: value[:1] for key, value in completion.items() if isinstance(value, list)})
+        completion.update(
+            {key: value[:1] for key, value in completion.items() if isinstance(value, list)}
+        )
     batch, _, _ = to_batch(groups)
     shaped = build("gtpo_entropy").shape(batch)
     assert {"success", "pool_mean"} <= set(shaped.of_rows) and set(shaped.of_tokens) == {"shares"}
@@ -443,7 +517,8 @@ def test_metrics_of_a_batch() -> None:
     assert metrics["success_rate"] == 0.75
     assert metrics["entropy_correct"] == pytest.approx(7 / 3)
     assert metrics["entropy_wrong"] == 2.0
-    # Only rows 0 and 1 carry advantages: the two lowest entropies, i.e. the lower half of the tokens.
+    # Only rows 0 and 1 carry advantages: the two lowest entropies, i.e. the lower half of the
+    # tokens.
     assert metrics["advantage_mass_q1"] == pytest.approx(4 / 8)
     assert sum(metrics[f"advantage_mass_q{i}"] for i in range(1, 6)) == pytest.approx(1.0)
 
@@ -472,13 +547,19 @@ def test_correction_weights_leave_the_guides_completions_alone(seed: int) -> Non
 @pytest.mark.parametrize("name", algorithm_names())
 def test_the_loss_waits_for_no_device(name: str) -> None:
     """On the meta device there is nothing to read back: reading a number is an error there."""
-    batch = simple_batch(values=torch.zeros(16), rollout_logprobs=-torch.rand(16), ref_logprobs=-torch.rand(16))
-    algorithm = build(name, correction={"level": "token"}, **({"zero_batch": True} if "mixed" in name else {}))
+    batch = simple_batch(
+        values=torch.zeros(16), rollout_logprobs=-torch.rand(16), ref_logprobs=-torch.rand(16)
+    )
+    algorithm = build(
+        name, correction={"level": "token"}, **({"zero_batch": True} if "mixed" in name else {})
+    )
     shaped = algorithm.prepare(batch.old_logprobs, algorithm.shape(batch)).lean().to("meta")
     part = shaped.select([2, 0])
     new = torch.zeros(8, device="meta", requires_grad=True)
     loss = algorithm.loss(new, part)
-    assert loss.value.device.type == "meta" and torch.autograd.grad(loss.value, new)[0].shape == (8,)
+    assert loss.value.device.type == "meta" and torch.autograd.grad(loss.value, new)[0].shape == (
+        8,
+    )
     if terms := algorithm.token_loss(part):
         assert terms(new, torch.arange(8, device="meta")).shape == (8,)
 

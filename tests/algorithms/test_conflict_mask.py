@@ -15,7 +15,9 @@ from openrlhf_ext.algorithms.groups import Groups
 from tests.algorithms import reference
 
 
-def batch_of(tokens: list[list[int]], rewards: list[float], group_ids: list[int] | None = None) -> RolloutBatch:
+def batch_of(
+    tokens: list[list[int]], rewards: list[float], group_ids: list[int] | None = None
+) -> RolloutBatch:
     zeros = torch.zeros(sum(map(len, tokens)), dtype=torch.float64)
     return RolloutBatch(
         tokens=torch.tensor([token for ids in tokens for token in ids]),
@@ -27,9 +29,13 @@ def batch_of(tokens: list[list[int]], rewards: list[float], group_ids: list[int]
     )
 
 
-def masks(batch: RolloutBatch, signs: list[int], *, backward: bool, anchor: str = "start") -> list[list[bool]]:
+def masks(
+    batch: RolloutBatch, signs: list[int], *, backward: bool, anchor: str = "start"
+) -> list[list[bool]]:
     groups = Groups.of(batch)
-    spans = conflict_spans(batch.tokens, groups, torch.tensor(signs).double(), backward=backward, anchor=anchor)
+    spans = conflict_spans(
+        batch.tokens, groups, torch.tensor(signs).double(), backward=backward, anchor=anchor
+    )
     return [mask.tolist() for mask in spans.mask(batch.segments).split(batch.lengths.tolist())]
 
 
@@ -41,7 +47,9 @@ def test_masks_agree_with_plain_loops(rounds: int, window: int, data: st.DataObj
     vocabulary = data.draw(st.sampled_from([1, 2, 4, 2**40]))
     ids = st.integers(vocabulary - min(vocabulary, 4), vocabulary - 1)
     tokens = data.draw(st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=9))
-    signs = data.draw(st.lists(st.sampled_from([-1, 0, 1]), min_size=len(tokens), max_size=len(tokens)))
+    signs = data.draw(
+        st.lists(st.sampled_from([-1, 0, 1]), min_size=len(tokens), max_size=len(tokens))
+    )
     group_ids = data.draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))
     batch = batch_of(tokens, [0.0] * len(tokens), group_ids)
     old = conflict_mask.LEADER_ROUNDS, conflict_mask.FIRST_WINDOW
@@ -77,7 +85,8 @@ def test_a_shared_prefix_and_suffix_by_hand() -> None:
 
 
 def test_partners_need_not_share_the_prefix() -> None:
-    """S-4: ids at equal position only; position 1 is a conflict although position 0 differs, but no run starts."""
+    """S-4: ids at equal position only; position 1 is a conflict although position 0 differs, but no
+    run starts."""
     batch = batch_of([[1, 2, 3], [5, 2, 3]], [1.0, 0.0])
     assert masks(batch, [1, -1], backward=False) == [[False] * 3, [False] * 3]
     assert masks(batch, [1, -1], backward=False, anchor="first") == [[False, True, True]] * 2
@@ -89,7 +98,8 @@ def test_completions_of_the_same_sign_are_no_conflict() -> None:
 
 
 def test_lambda_by_hand() -> None:
-    """Overlap of both spans weighs 2 in the paper and 4 in the released code; negatives lose both."""
+    """Overlap of both spans weighs 2 in the paper and 4 in the released code; negatives lose
+    both."""
     batch = batch_of([[1, 2, 3], [1, 2, 3], [1, 9, 3]], [1.0, 0.0, 0.0])
     paper = get_algorithm("gtpo_conflict").shape(batch)
     assert paper["lambda"].tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
@@ -111,8 +121,15 @@ def test_full_cover_keeps_the_completion_in_the_count() -> None:
 
 def test_the_filter_switches_on_below_ln_2_only() -> None:
     batch = batch_of([[1, 2], [3, 4]], [1.0, 0.0])
-    batch = dataclasses.replace(batch, entropies=torch.tensor([0.9, 0.9, 0.8, 0.8], dtype=torch.float64))
-    for h_ini, wanted in ((None, [0.0, 0.0]), (0.5, [0.0, 0.0]), (0.6931471805599453, [1.0, 1.0]), (0.9, [1.0, 1.0])):
+    batch = dataclasses.replace(
+        batch, entropies=torch.tensor([0.9, 0.9, 0.8, 0.8], dtype=torch.float64)
+    )
+    for h_ini, wanted in (
+        (None, [0.0, 0.0]),
+        (0.5, [0.0, 0.0]),
+        (0.6931471805599453, [1.0, 1.0]),
+        (0.9, [1.0, 1.0]),
+    ):
         assert get_algorithm("gtpo_conflict", h_ini=h_ini).shape(batch)["delta"].tolist() == wanted
     only_negative = get_algorithm("gtpo_conflict", filter="only_neg").shape(batch)
     assert only_negative["delta"].tolist() == [1.0, 0.0]
@@ -132,7 +149,9 @@ def test_many_distinct_ids_take_the_sorting_path() -> None:
                 partners = [
                     o
                     for o in range(32)
-                    if valid[g, o, w] and positive[g, o] != positive[g, s] and tokens[g, o, w] == tokens[g, s, w]
+                    if valid[g, o, w]
+                    and positive[g, o] != positive[g, s]
+                    and tokens[g, o, w] == tokens[g, s, w]
                 ]
                 assert bool(got[g, s, w]) == (bool(valid[g, s, w]) and bool(partners))
 

@@ -1,4 +1,5 @@
-"""docs/algorithms.md and docs/methods.md: their examples run, and options have the defaults that are written there."""
+"""docs/algorithms.md and docs/methods.md: their examples run, and options have the defaults that
+are written there."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def section(name: str) -> str:
 def test_examples_give_the_printed_numbers() -> None:
     known = dict(registry._ALGORITHMS)
     try:
-        examples = doctest.DocTestParser().get_doctest(TEXT, {}, "docs", "docs", 0)  # methods.md goes on
+        # methods.md goes on
+        examples = doctest.DocTestParser().get_doctest(TEXT, {}, "docs", "docs", 0)
         result = doctest.DocTestRunner(verbose=False).run(examples)
     finally:
         registry._ALGORITHMS.clear()
@@ -36,20 +38,31 @@ def test_examples_give_the_printed_numbers() -> None:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_method_and_option_is_documented(name: str) -> None:
-    """Options are in the table that `python benchmarks/option_tables.py` writes, with their defaults."""
-    table = (ROOT / "docs/configuration.md").read_text().split("### Options of the estimators")[1].split("\n### ")[0]
+    """Options are in the table that `python benchmarks/option_tables.py` writes, with their
+    defaults."""
+    table = (
+        (ROOT / "docs/configuration.md")
+        .read_text()
+        .split("### Options of the estimators")[1]
+        .split("\n### ")[0]
+    )
     assert section(name)
     for info in describe_options(name):
         assert f"| `{info.name}` |" in table, info.name
 
 
 def stated_defaults(name: str) -> dict[str, str]:
-    """Defaults in a method's section: "`key` = value" in its text, and the rows of its table of options."""
+    """Defaults in a method's section: "`key` = value" in its text, and the rows of its table of
+    options."""
     text = section(name)
     stated = dict(re.findall(r"`(\w+)` = `?([\w.-]+?)`?(?=[\s,;:.)](?!\d))", text))
     for keys, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+?) \|", text, re.MULTILINE):
         names, values = re.findall(r"`(\w+)`", keys), defaults.replace("`", "").split(", ")
-        stated.update(zip(names, values if len(values) == len(names) else [defaults] * len(names), strict=True))
+        stated.update(
+            zip(
+                names, values if len(values) == len(names) else [defaults] * len(names), strict=True
+            )
+        )
     return stated
 
 
@@ -71,7 +84,9 @@ def test_defaults_that_differ_are_stated(name: str) -> None:
         if info.name in {"degenerate", "clip_high", "agg"} and info.default is not None:
             assert info.name in stated, f"{name}: the default of {info.name} is not stated"
         if info.name in stated:
-            assert says(stated[info.name], info.default), f"{name}: {info.name} = {stated[info.name]}"
+            assert says(stated[info.name], info.default), (
+                f"{name}: {info.name} = {stated[info.name]}"
+            )
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -82,6 +97,9 @@ def test_every_method_says_what_it_costs(name: str) -> None:
 def test_numbers_are_those_of_the_committed_records() -> None:
     script = ROOT / "benchmarks" / "algorithm_tables.py"
     run = subprocess.run(
-        [sys.executable, script, "--check", *DOCUMENTS], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, script, "--check", *DOCUMENTS],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr

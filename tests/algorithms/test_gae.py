@@ -15,7 +15,9 @@ from tests.algorithms.helpers import random_groups, to_batch
 
 def ragged(seed: int):
     batch, new, _ = to_batch(random_groups(seed))
-    values = torch.randn(batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(
+        batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     return dataclasses.replace(batch, values=values), new
 
 
@@ -59,21 +61,32 @@ def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
     shaped = get_algorithm("gae", length_penalty=penalty, whiten=False).shape(batch)
     lengths = batch.lengths
     rewards = batch.rewards - ((lengths - 1).clamp(min=0) / 3).clamp(max=1.0)
-    wanted, _ = gae(token_rewards(rewards, None, batch.segments), batch.values, batch.segments, gamma=1.0, lambd=1.0)
+    wanted, _ = gae(
+        token_rewards(rewards, None, batch.segments),
+        batch.values,
+        batch.segments,
+        gamma=1.0,
+        lambd=1.0,
+    )
     assert lengths.max() > 1 and torch.allclose(shaped.advantages, wanted)
     assert torch.allclose(shaped.rewards, rewards)
 
 
 def test_whitening_without_the_std_only_centers() -> None:
     batch, _ = ragged(1)
-    plain, centered = (get_algorithm("gae", **o).shape(batch) for o in ({"whiten": False}, {"normalize_std": False}))
+    plain, centered = (
+        get_algorithm("gae", **o).shape(batch)
+        for o in ({"whiten": False}, {"normalize_std": False})
+    )
     mean = plain.advantages.mean()
     assert torch.allclose(centered.advantages, plain.advantages - mean)
 
 
 def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
     batch, _ = ragged(2)
-    shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
+    shaped = get_algorithm(
+        "gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False
+    ).shape(batch)
     kl = batch.old_logprobs - batch.ref_logprobs
     rewards = token_rewards(batch.rewards, None, batch.segments) - 0.5 * kl
     wanted, _ = gae(rewards, batch.values, batch.segments, gamma=1.0, lambd=1.0)
@@ -86,11 +99,16 @@ def test_value_loss_shares_add_up_and_clip() -> None:
     values, old, returns = torch.randn(3, 11, dtype=torch.float64, generator=generator)
     tokens = torch.tensor(11)
     whole = value_loss(values, old, returns, clip=0.2, tokens=tokens)
-    parts = [value_loss(values[r], old[r], returns[r], clip=0.2, tokens=tokens) for r in (slice(4), slice(4, None))]
+    parts = [
+        value_loss(values[r], old[r], returns[r], clip=0.2, tokens=tokens)
+        for r in (slice(4), slice(4, None))
+    ]
     assert sum(parts).item() == pytest.approx(whole.item())
     near = old + (values - old).clamp(-0.2, 0.2)
     cut = ((near - returns) ** 2 > (values - returns) ** 2).sum() / tokens
-    assert value_clip_fraction(values, old, returns, clip=0.2, tokens=tokens).item() == pytest.approx(cut.item())
+    assert value_clip_fraction(
+        values, old, returns, clip=0.2, tokens=tokens
+    ).item() == pytest.approx(cut.item())
     assert 0 < cut < 1
     wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
     assert whole.item() == pytest.approx(wanted.item())

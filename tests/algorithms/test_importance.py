@@ -55,7 +55,9 @@ def upstream():
     ],
 )
 @pytest.mark.parametrize("dual_clip", [None, 1.2])
-def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, gating, threshold, dual_clip) -> None:
+def test_dapo_with_a_correction_is_upstreams_policy_loss(
+    upstream, level, mode, gating, threshold, dual_clip
+) -> None:
     batch, new, _ = to_batch(mixed_groups(8, groups=4, max_size=6, max_length=10))
     correction = {"level": level, "mode": mode, "gating": gating, "threshold": list(threshold)}
     algorithm = get_algorithm("dapo", correction=correction, dual_clip=dual_clip)
@@ -72,13 +74,21 @@ def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, 
     )
     table, old, advantages, rollout, mask = (
         padded(values, batch.lengths)
-        for values in (new, batch.old_logprobs, shaped.advantages, batch.rollout_logprobs, torch.ones_like(new) > 0)
+        for values in (
+            new,
+            batch.old_logprobs,
+            shaped.advantages,
+            batch.rollout_logprobs,
+            torch.ones_like(new) > 0,
+        )
     )
     theirs, clip_ratio, ppo_kl, vllm_kl, filtered = policy_loss(
         table, old, advantages, action_mask=mask, rollout_log_probs=rollout
     )
     assert ours.value.item() == pytest.approx(theirs.item(), abs=1e-12)
-    assert torch.allclose(*(torch.autograd.grad(value, new)[0] for value in (ours.value, theirs)), atol=1e-12)
+    assert torch.allclose(
+        *(torch.autograd.grad(value, new)[0] for value in (ours.value, theirs)), atol=1e-12
+    )
     assert ours.metrics["policy_kl"].item() == pytest.approx(ppo_kl.item())
     if level != "off":
         assert shaped.metrics["rollout_kl"].item() == pytest.approx(vllm_kl.item())
@@ -108,5 +118,7 @@ def test_a_single_threshold_is_the_upper_end() -> None:
 def test_a_correction_needs_the_samplers_logprobs() -> None:
     batch, _, _ = to_batch(mixed_groups(1))
     algorithm = get_algorithm("dapo", correction={"level": "token"})
-    with pytest.raises(ValueError, match="an importance correction needs RolloutBatch.rollout_logprobs"):
+    with pytest.raises(
+        ValueError, match="an importance correction needs RolloutBatch.rollout_logprobs"
+    ):
         algorithm.shape(dataclasses.replace(batch, rollout_logprobs=None))

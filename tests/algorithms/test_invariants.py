@@ -1,4 +1,5 @@
-"""What holds for every method, on random ragged groups: sums of shares, shifts, splits, permutations."""
+"""What holds for every method, on random ragged groups: sums of shares, shifts, splits,
+permutations."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm
-from tests.algorithms.helpers import assert_close, check_terms_add_up, padded, random_groups, to_batch
+from tests.algorithms.helpers import (
+    assert_close,
+    check_terms_add_up,
+    padded,
+    random_groups,
+    to_batch,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
@@ -22,7 +29,14 @@ REQUIRED = {
     "kl_cov": {"cov_ratio": 0.2},
 }
 NAMES = [name for name in algorithm_names() if name != "gae"]
-OF_THE_BATCH = ("gtpo_entropy", "grpo_s", "gtpo_conflict", "reinforce", "reinforce_baseline", "flash_reinforce")
+OF_THE_BATCH = (
+    "gtpo_entropy",
+    "grpo_s",
+    "gtpo_conflict",
+    "reinforce",
+    "reinforce_baseline",
+    "flash_reinforce",
+)
 """Methods with statistics of the whole rollout batch."""
 UNSCALED = ("dr_grpo", "rloo", "flash_reinforce", "reinforce", "reinforce_baseline", "group_norm")
 """Methods that do not divide by a standard deviation, or by at least an epsilon."""
@@ -56,7 +70,9 @@ def in_order(batch, order: torch.Tensor):
     """The same completions in another order of rows."""
     tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     moved = {
-        name: tensor[order] if len(tensor) == len(batch.lengths) else batch.segments.take(tensor, order)
+        name: tensor[order]
+        if len(tensor) == len(batch.lengths)
+        else batch.segments.take(tensor, order)
         for name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor)
     }
@@ -74,12 +90,14 @@ KL = {"coef": 0.2, "estimator": "k3", "place": "loss", "unbiased_gradient": True
 @pytest.mark.parametrize("extra", [{}, {"correction": CORRECTION}, {"kl": KL}])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_old_log_probs_the_loss_takes_its_own(name: str, extra: dict) -> None:
-    """What a method that needs none before the loss computes is what it computes with the loss's own, token by token
-    and as a whole; the others say why they need them."""
+    """What a method that needs none before the loss computes is what it computes with the loss's
+    own, token by token and as a whole; the others say why they need them."""
     if "kl" in extra and "loss" not in build(name).kl_places:
         return
     batch, new, _ = to_batch(mixed_groups(3))
-    sampled = (new.detach() + 0.2 * torch.randn(new.shape, generator=torch.Generator().manual_seed(1))).clamp(max=0)
+    sampled = (
+        new.detach() + 0.2 * torch.randn(new.shape, generator=torch.Generator().manual_seed(1))
+    ).clamp(max=0)
     batch = dataclasses.replace(batch, rollout_logprobs=sampled.double(), old_logprobs=new.detach())
     algorithm = build(name, **extra)
     without = dataclasses.replace(batch, old_logprobs=None)
@@ -92,7 +110,10 @@ def test_without_old_log_probs_the_loss_takes_its_own(name: str, extra: dict) ->
     _, value, grad = run(algorithm, batch, new)
     shaped = algorithm.shape(without).mini_batch(slice(None)).lean()
     loss = algorithm.loss(new, shaped)
-    assert loss.value.item() == pytest.approx(value, abs=1e-12) and float(loss.metrics["abs_log_ratio"]) == 0
+    assert (
+        loss.value.item() == pytest.approx(value, abs=1e-12)
+        and float(loss.metrics["abs_log_ratio"]) == 0
+    )
     assert torch.allclose(torch.autograd.grad(loss.value, new)[0], grad, atol=1e-12)
     if algorithm.token_loss(shaped) is not None:
         check_terms_add_up(algorithm, shaped, new, value, grad, 1e-9)
@@ -143,7 +164,9 @@ def test_grpo_s_conserves_mass(seed: int) -> None:
 @given(seed=SEEDS, scope=st.sampled_from(["group", "batch"]))
 def test_v1_advantages_sum_to_zero(seed: int, scope: str) -> None:
     batch, _, _ = to_batch(mixed_groups(seed))
-    shaped = get_algorithm("gtpo_entropy", version="v1", norm_scope=scope, adv_pool="all").shape(batch)
+    shaped = get_algorithm("gtpo_entropy", version="v1", norm_scope=scope, adv_pool="all").shape(
+        batch
+    )
     assert abs(shaped.advantages.sum().item()) < 1e-9
 
 
@@ -171,7 +194,8 @@ def test_scale_of_entropy_does_not_matter(name: str, seed: int, factor: float) -
 def test_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     groups = random_groups(seed)
     if name in ("clip_cov", "kl_cov"):
-        # Ties are broken in the batch order; without a limit on the number the order does not matter.
+        # Ties are broken in the batch order; without a limit on the number the order does not
+        # matter.
         algorithm = build(name, cov_ratio=1.0)
     else:
         algorithm = build(name)
@@ -181,7 +205,12 @@ def test_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     first, value, grad = run(algorithm, batch, new)
     moved = batch.segments.take(new.detach(), order).requires_grad_()
     second, other_value, other_grad = run(algorithm, shuffled, moved)
-    assert_close(second.advantages.tolist(), batch.segments.take(first.advantages, order).tolist(), 1e-9, "advantages")
+    assert_close(
+        second.advantages.tolist(),
+        batch.segments.take(first.advantages, order).tolist(),
+        1e-9,
+        "advantages",
+    )
     assert_close(other_value, value, 1e-9, "loss")
     assert_close(other_grad.tolist(), batch.segments.take(grad, order).tolist(), 1e-9, "grad")
 
@@ -221,7 +250,8 @@ def test_a_mini_batch_of_everything_is_the_whole(name: str, seed: int) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_a_mini_batch_is_what_its_groups_alone_would_be(name: str, seed: int) -> None:
-    """Advantages of group-scoped methods do not depend on other groups; denominators are the mini-batch's."""
+    """Advantages of group-scoped methods do not depend on other groups; denominators are the
+    mini-batch's."""
     groups = random_groups(seed, groups=4)
     batch, new, _ = to_batch(groups)
     algorithm = build(name)
@@ -250,7 +280,9 @@ def test_mini_batch_needs_whole_groups() -> None:
 def test_v6_without_entropy_has_the_advantages_of_v1_without_entropy(seed: int) -> None:
     """Invariant 7: alpha = 0 is a token-level standardization, which plain DAPO is not."""
     batch, _, _ = to_batch(mixed_groups(seed))
-    v6 = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.0, adv_eps=0.0).shape(batch)
+    v6 = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.0, adv_eps=0.0).shape(
+        batch
+    )
     v1 = get_algorithm("gtpo_entropy", version="v1", alpha=0.0, adv_eps=0.0).shape(batch)
     assert_close(v6.advantages.tolist(), v1.advantages.tolist(), 1e-9, "advantages")
 
@@ -271,7 +303,9 @@ def test_grpo_s_without_entropy_is_grpo_and_gspo(seed: int) -> None:
     """Invariant 8."""
     batch, new, _ = to_batch(mixed_groups(seed))
     clip = {"clip_low": 0.1, "clip_high": 0.15}
-    algorithm = get_algorithm("grpo_s", beta1=1.0, beta2=0.0, adv_eps=0.0, w_hat="geometric", **clip)
+    algorithm = get_algorithm(
+        "grpo_s", beta1=1.0, beta2=0.0, adv_eps=0.0, w_hat="geometric", **clip
+    )
     shaped, value, grad = run(algorithm, batch, new)
     grpo = get_algorithm("grpo", adv_eps=0.0).shape(batch)
     assert_close(shaped.seq_advantages.tolist(), grpo.seq_advantages.tolist(), 1e-9, "advantages")
@@ -285,7 +319,9 @@ def test_grpo_s_without_entropy_is_grpo_and_gspo(seed: int) -> None:
 def test_arithmetic_and_geometric_ratio_have_the_same_gradient_on_policy(seed: int) -> None:
     batch, _, _ = to_batch(mixed_groups(seed))
     new = batch.old_logprobs.clone().requires_grad_()
-    grads = [run(build("grpo_s", w_hat=kind), batch, new)[2] for kind in ("arithmetic", "geometric")]
+    grads = [
+        run(build("grpo_s", w_hat=kind), batch, new)[2] for kind in ("arithmetic", "geometric")
+    ]
     assert_close(grads[0].tolist(), grads[1].tolist(), 1e-9, "grad")
 
 
@@ -309,7 +345,9 @@ def test_shape_of_conflict_masks(seed: int) -> None:
     shaped = build("gtpo_conflict").shape(batch)
     lengths = batch.lengths
     everything = torch.ones_like(shaped["forward_mask"])
-    fw, bw, mask = (padded(x, lengths) for x in (shaped["forward_mask"], shaped["backward_mask"], everything))
+    fw, bw, mask = (
+        padded(x, lengths) for x in (shaped["forward_mask"], shaped["backward_mask"], everything)
+    )
     assert not (fw[:, 1:] & ~fw[:, :-1]).any()
     inner = mask[:, 1:]
     assert not (bw[:, :-1] & ~bw[:, 1:] & inner).any(), "a backward run reaches the last token"
@@ -336,7 +374,9 @@ def test_without_conflicts_gtpo_conflict_is_unclipped_grpo(seed: int) -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in UNSCALED])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=SEEDS, scale=st.floats(0.1, 10.0), shift=st.floats(-5.0, 5.0))
-def test_affine_change_of_rewards_does_not_matter(name: str, seed: int, scale: float, shift: float) -> None:
+def test_affine_change_of_rewards_does_not_matter(
+    name: str, seed: int, scale: float, shift: float
+) -> None:
     """Invariant 12; the threshold moves along, so that the partition stays."""
     groups = mixed_groups(seed)
     batch, new, _ = to_batch(groups)
@@ -354,11 +394,19 @@ def test_no_gradient_reaches_entropies_or_old_logprobs(name: str) -> None:
     batch, new, _ = to_batch(mixed_groups(4))
     leaves = {
         key: getattr(batch, key).clone().requires_grad_()
-        for key in ("entropies", "old_logprobs", "ref_logprobs", "guide_logprobs", "rollout_logprobs")
+        for key in (
+            "entropies",
+            "old_logprobs",
+            "ref_logprobs",
+            "guide_logprobs",
+            "rollout_logprobs",
+        )
     }
     rewards = batch.rewards.clone().requires_grad_()
     algorithm = build(name)
-    loss = algorithm.loss(new, algorithm.shape(dataclasses.replace(batch, rewards=rewards, **leaves)))
+    loss = algorithm.loss(
+        new, algorithm.shape(dataclasses.replace(batch, rewards=rewards, **leaves))
+    )
     loss.value.backward()
     assert new.grad is not None
     assert all(leaf.grad is None for leaf in (*leaves.values(), rewards))
@@ -370,7 +418,9 @@ def test_gradient_with_respect_to_logits(name: str) -> None:
     groups = mixed_groups(6, groups=2, max_size=3, max_length=4)
     batch, _, _ = to_batch(groups)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(batch.tokens), 5, dtype=torch.float64, generator=generator).requires_grad_()
+    logits = torch.randn(
+        len(batch.tokens), 5, dtype=torch.float64, generator=generator
+    ).requires_grad_()
     temperature, tokens = 0.7, batch.tokens.clamp(max=4)
     logp = (logits / temperature).log_softmax(dim=-1)
     new = logp.gather(-1, tokens[..., None]).squeeze(-1)
@@ -384,9 +434,14 @@ def test_gradient_with_respect_to_logits(name: str) -> None:
 
 
 def test_v6_failures_lose_when_they_are_few_enough() -> None:
-    """Invariant 15: A < 0 on all failures if their share of tokens is below alpha1/(alpha1 + alpha2)."""
+    """Invariant 15: A < 0 on all failures if their share of tokens is below alpha1/(alpha1 +
+    alpha2)."""
     drawn = [mixed_groups(seed, groups=1) for seed in range(12)]
-    few = [g for g in drawn if tokens_where(g, False) / (tokens_where(g, False) + tokens_where(g, True)) < 1.0 / 1.1]
+    few = [
+        g
+        for g in drawn
+        if tokens_where(g, False) / (tokens_where(g, False) + tokens_where(g, True)) < 1.0 / 1.1
+    ]
     assert len(few) >= 8
     for groups in few:
         batch, _, _ = to_batch(groups)
@@ -407,7 +462,9 @@ def test_v6_failures_can_gain_when_they_are_many() -> None:
             **floats,
         }
 
-    batch, _, _ = to_batch([[completion(1.0, 1, 1.0), completion(0.0, 10, 0.01), completion(0.0, 10, 5.0)]])
+    batch, _, _ = to_batch(
+        [[completion(1.0, 1, 1.0), completion(0.0, 10, 0.01), completion(0.0, 10, 5.0)]]
+    )
     shaped = build("gtpo_entropy", alpha2=0.5).shape(batch)
     _, first, second = shaped.advantages.split([1, 10, 10])
     assert (first < 0).all() and (second > 0).all()
@@ -448,18 +505,25 @@ def test_sequence_and_token_form_of_gspo_agree_on_policy(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.47), (1.0, 0.59), (1.5, 0.65), (2.5, 0.72)])
-def test_version_2_rewards_tokens_of_wrong_answers_as_the_documents_say(sigma: float, share: float) -> None:
-    """One right answer among eight of equal length, lognormal entropies: the hazard T-8 of docs/algorithms.md."""
+def test_version_2_rewards_tokens_of_wrong_answers_as_the_documents_say(
+    sigma: float, share: float
+) -> None:
+    """One right answer among eight of equal length, lognormal entropies: the hazard T-8 of
+    docs/algorithms.md."""
     torch.manual_seed(0)
     groups, size, length = 60, 8, 40
     rewards = torch.zeros(groups, size)
     rewards[:, 0] = 1.0
     tokens = groups * size * length
     batch = RolloutBatch(
-        tokens=torch.randint(0, 50, (tokens,)), lengths=torch.full((groups * size,), length),
-        rewards=rewards.flatten(), group_ids=torch.arange(groups * size) // size,
-        old_logprobs=torch.full((tokens,), -1.0), entropies=(sigma * torch.randn(tokens)).exp(), group_size=size,
-    )  # fmt: skip
+        tokens=torch.randint(0, 50, (tokens,)),
+        lengths=torch.full((groups * size,), length),
+        rewards=rewards.flatten(),
+        group_ids=torch.arange(groups * size) // size,
+        old_logprobs=torch.full((tokens,), -1.0),
+        entropies=(sigma * torch.randn(tokens)).exp(),
+        group_size=size,
+    )
     shaped = get_algorithm("gtpo_entropy", version="v2").shape(batch)
     wrong = (torch.arange(tokens) // length) % size != 0
     assert (shaped.advantages[wrong] > 0).double().mean().item() == pytest.approx(share, abs=0.015)

@@ -21,7 +21,9 @@ def test_tan_v1_jumps_as_printed_and_is_continuous_with_l1() -> None:
     assert tan_v1(lengths, 40, 100, denominator="L1").tolist() == [0.0, -0.25, -1.0, -1.0]
 
 
-def penalties(lengths: list[int], rewards: list[float], name: str = "grpo", **options) -> list[float]:
+def penalties(
+    lengths: list[int], rewards: list[float], name: str = "grpo", **options
+) -> list[float]:
     zeros = torch.zeros(sum(lengths), dtype=torch.float64)
     batch = RolloutBatch(
         tokens=zeros.long(),
@@ -31,7 +33,9 @@ def penalties(lengths: list[int], rewards: list[float], name: str = "grpo", **op
         old_logprobs=zeros,
         entropies=zeros + 1.0,
     )
-    options = with_published_values(name, {"length_penalty": {"kind": "grop"}, **options}, max_length=max(lengths))
+    options = with_published_values(
+        name, {"length_penalty": {"kind": "grop"}, **options}, max_length=max(lengths)
+    )
     shaped = get_algorithm(name, **options).shape(batch)
     assert torch.isclose(shaped.metrics["penalised_reward"], shaped.rewards.mean())
     return (shaped.rewards - batch.rewards).tolist()
@@ -39,7 +43,8 @@ def penalties(lengths: list[int], rewards: list[float], name: str = "grpo", **op
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gtpo_entropy", "grpo_s"])
 def test_grop_easy_prompts_penalise_long_successes(name: str) -> None:
-    # Successes 4, 6, 8, failure 20: knee = max((4 + 8)/2, 6) = 6; only length 8 is above: -(8 - 6)/12.
+    # Successes 4, 6, 8, failure 20: knee = max((4 + 8)/2, 6) = 6; only length 8 is above: -(8 -
+    # 6)/12.
     assert penalties([4, 6, 8, 20], [1, 1, 1, 0], name) == pytest.approx([0.0, 0.0, -2 / 12, 0.0])
 
 
@@ -71,8 +76,11 @@ def test_grop_medium_prompts() -> None:
         (3, 10, 0.7, "hard"),
     ],
 )
-def test_grop_classes_at_their_boundaries(right: int, size: int, gamma1: float, wanted: str) -> None:
-    # One success of 30, the others of 2, failures of 50: knee 16 of the successes (easy), 26 of all (medium).
+def test_grop_classes_at_their_boundaries(
+    right: int, size: int, gamma1: float, wanted: str
+) -> None:
+    # One success of 30, the others of 2, failures of 50: knee 16 of the successes (easy), 26 of all
+    # (medium).
     lengths = [2] * (right - 1) + [30] + [50] * (size - right)
     rewards = [1.0] * right + [0.0] * (size - right)
     hard = {"l_max": 40, "l_cache": 20}
@@ -83,5 +91,7 @@ def test_grop_classes_at_their_boundaries(right: int, size: int, gamma1: float, 
 
 
 def test_grop_ramp_ends_at_one_half() -> None:
-    assert penalties([1, 1, 1, 30], [1, 1, 1, 1]) == pytest.approx([0.0, 0.0, 0.0, -(30 - 15.5) / 31])
+    assert penalties([1, 1, 1, 30], [1, 1, 1, 1]) == pytest.approx(
+        [0.0, 0.0, 0.0, -(30 - 15.5) / 31]
+    )
     assert penalties([1] * 30 + [40], [1.0] * 31)[-1] == pytest.approx(-(40 - 20.5) / 41)

@@ -1,4 +1,5 @@
-"""A method is one file: dropped into the folder it is an estimator of the package, beside it one of the user's own."""
+"""A method is one file: dropped into the folder it is an estimator of the package, beside it one of
+the user's own."""
 
 from __future__ import annotations
 
@@ -90,13 +91,23 @@ def test_one_file_is_a_method(tmp_path, estimator):
     """In help, options, documentation, `explain`, and the loop of shaping and loss."""
     assert METHOD.count("\n") < 60
     package = tmp_path / "openrlhf_ext"
-    shutil.copytree(Path(openrlhf_ext.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(openrlhf_ext.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(option_tables.__file__, tmp_path)
     folder = package / "algorithms/methods" if estimator != "custom" else tmp_path
     (folder / "leave_one_out.py").write_text(METHOD)
     shutil.copy(ROOT / "examples/data/explain_rollouts.jsonl", tmp_path / "rollouts.jsonl")
     own = [str(folder / "leave_one_out.py")] if estimator == "custom" else []
-    command, environment = [sys.executable, "-c", SCRIPT, estimator, *own], os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    command, environment = (
+        [sys.executable, "-c", SCRIPT, estimator, *own],
+        os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.startswith("leave_one_out, group ") and "compared with the mean of the others" in run.stdout
+    assert (
+        run.stdout.startswith("leave_one_out, group ")
+        and "compared with the mean of the others" in run.stdout
+    )

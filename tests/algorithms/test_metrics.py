@@ -1,4 +1,5 @@
-"""Numbers about a rollout batch by hand, and that every number an algorithm reports is documented."""
+"""Numbers about a rollout batch by hand, and that every number an algorithm reports is
+documented."""
 
 from __future__ import annotations
 
@@ -48,11 +49,14 @@ def test_shares_of_the_right_are_of_groups_that_have_both() -> None:
 
 
 def test_advantage_mass_by_hand() -> None:
-    """Nine tokens in fifths of 2, 2, 2, 2, 1 by entropy; all of the first group have |A| = 0.707, the others 0."""
+    """Nine tokens in fifths of 2, 2, 2, 2, 1 by entropy; all of the first group have |A| = 0.707,
+    the others 0."""
     found = metrics()
     # 1: a token of the first group; entropies from 0.1 to 0.9
     by_entropy = [1, 1, 0, 1, 0, 1, 0, 0, 1]
-    wanted = [sum(by_entropy[i] for i in fifth) / 5 for fifth in ((0, 1), (2, 3), (4, 5), (6, 7), (8,))]
+    wanted = [
+        sum(by_entropy[i] for i in fifth) / 5 for fifth in ((0, 1), (2, 3), (4, 5), (6, 7), (8,))
+    ]
     assert [found[f"advantage_mass_q{i}"] for i in range(1, 6)] == pytest.approx(wanted)
 
 
@@ -63,7 +67,11 @@ def test_advantage_mass_of_a_large_batch_is_that_of_all_its_tokens(every: int, f
     rows, width = 256, 1024
     assert rows * width // 2 > SAMPLE
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.full((rows,), width // 2) if full else torch.randint(1, width, (rows,), generator=generator)
+    lengths = (
+        torch.full((rows,), width // 2)
+        if full
+        else torch.randint(1, width, (rows,), generator=generator)
+    )
     table = (torch.arange(width) % every == 0) & (torch.arange(rows) >= rows // 2)[:, None]
     loud = table[torch.arange(width) < lengths[:, None]]
     rollout = RolloutBatch(
@@ -96,13 +104,24 @@ def test_every_metric_is_documented_by_name(name: str) -> None:
     groups, _, _ = to_batch(mixed_groups(4))
     correction = {"level": "token"}
     options = {"zero_batch": True} if name == "mixed_policy_dapo" else {}
-    algorithm = get_algorithm(name, correction=correction, **{**vars(build(name).options), **options})
+    algorithm = get_algorithm(
+        name, correction=correction, **{**vars(build(name).options), **options}
+    )
     shaped = algorithm.shape(groups)
     new = groups.old_logprobs.clone()
     loss = algorithm.loss(new, algorithm.prepare(new, shaped))
-    reported = {*shaped.metrics, *(set(loss.metrics) - {"policy_loss", "clip_fraction", "alignment"})}
+    reported = {
+        *shaped.metrics,
+        *(set(loss.metrics) - {"policy_loss", "clip_fraction", "alignment"}),
+    }
     assert {f"algorithm/{metric}" for metric in reported} <= documented
-    assert {"groups", "degenerate_groups", "entropy_correct", "entropy_wrong", "advantage_mass_q5"} <= reported
+    assert {
+        "groups",
+        "degenerate_groups",
+        "entropy_correct",
+        "entropy_wrong",
+        "advantage_mass_q5",
+    } <= reported
     assert "clip_fraction" in loss.metrics
     if name == "gtpo_conflict":
         assert {"conflict_forward", "conflict_backward", "filtered_completions"} <= reported
@@ -125,4 +144,6 @@ def test_the_kl_in_the_loss_is_documented() -> None:
     rollout = simple_batch(ref_logprobs=torch.zeros(16))
     loss = algorithm.loss(rollout.old_logprobs, algorithm.shape(rollout))
     assert {"ref_kl", "policy_kl", "clip_fraction_high", "clip_fraction_low"} <= set(loss.metrics)
-    assert {f"algorithm/{name}" for name in ("ref_kl", "policy_kl")} <= {metric.name for metric in METRICS}
+    assert {f"algorithm/{name}" for name in ("ref_kl", "policy_kl")} <= {
+        metric.name for metric in METRICS
+    }

@@ -1,4 +1,5 @@
-"""Options of methods: published defaults, nulls, presets, and errors that name the option and the remedy."""
+"""Options of methods: published defaults, nulls, presets, and errors that name the option and the
+remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_every_option_is_described() -> None:
 
 
 def test_recommended_values_are_described() -> None:
-    recommended = {o.name: o.info.recommended for o in describe_options("gtpo_entropy") if o.info.recommended}
+    recommended = {
+        o.name: o.info.recommended for o in describe_options("gtpo_entropy") if o.info.recommended
+    }
     assert recommended == {"alpha1": 1.0, "alpha2": 0.1}
 
 
@@ -39,7 +42,11 @@ def test_recommended_values_are_described() -> None:
     [
         ("grpo", {"clip_hgh": 0.3}, "unknown option 'clip_hgh'; did you mean 'clip_high'"),
         ("gtpo_entropy", {"entropy_axes": "row"}, "did you mean 'entropy_axis'"),
-        ("grpo", {"agg": "token_mean"}, "agg: expected one of .* got token_mean; did you mean token-mean"),
+        (
+            "grpo",
+            {"agg": "token_mean"},
+            "agg: expected one of .* got token_mean; did you mean token-mean",
+        ),
         ("grpo", {"clip_low": "x"}, "clip_low: expected number >= 0 or null, got x"),
         ("grpo", {"clip_low": True}, "clip_low: expected number >= 0 or null, got true"),
         ("grpo", {"mask_truncated": "maybe"}, "mask_truncated: expected true or false, got maybe"),
@@ -48,12 +55,28 @@ def test_recommended_values_are_described() -> None:
         ("grpo", {"clip_high": None}, "clip_low = 0.2 needs clip_high"),
         ("grpo", {"dual_clip": 1.0}, "dual_clip: expected number > 1 or null, got 1"),
         ("grpo", {"adv_eps": -1}, "adv_eps: expected number >= 0, got -1"),
-        ("grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required with agg seq-mean-token-sum-norm"),
+        (
+            "grpo",
+            {"agg": "seq-mean-token-sum-norm"},
+            "l_norm is required with agg seq-mean-token-sum-norm",
+        ),
         ("dr_grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required"),
         ("gtpo_entropy", {}, "alpha1 is required with version v6 .published for v6: 1.0"),
-        ("gtpo_entropy", {"alpha1": 1.0}, "alpha2 is required with version v6 .published for v6: 0.1"),
-        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1}, "kappa is required with version v1u"),
-        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.5, "alpha2": 0.5, "kappa": 4.0}, "clip interval .* is empty"),
+        (
+            "gtpo_entropy",
+            {"alpha1": 1.0},
+            "alpha2 is required with version v6 .published for v6: 0.1",
+        ),
+        (
+            "gtpo_entropy",
+            {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1},
+            "kappa is required with version v1u",
+        ),
+        (
+            "gtpo_entropy",
+            {"version": "v1u", "alpha1": 0.5, "alpha2": 0.5, "kappa": 4.0},
+            "clip interval .* is empty",
+        ),
         (
             "gtpo_entropy",
             {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 1.0},
@@ -68,24 +91,48 @@ def test_recommended_values_are_described() -> None:
         ("grpo_s", {}, "beta1 is required with version v6 .published for v6: 1.0"),
         ("grpo_s", {"version": "v1u"}, "version: expected one of v1, v2, v6, got v1u"),
         ("gtpo_conflict", {"clip_low": 0.2}, "clip_low = 0.2 needs clip_high"),
-        ("gtpo_conflict", {"preset": "papr"}, "preset: expected one of paper, official, got papr; did you mean paper"),
+        (
+            "gtpo_conflict",
+            {"preset": "papr"},
+            "preset: expected one of paper, official, got papr; did you mean paper",
+        ),
         ("clip_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
         ("kl_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
         ("clip_cov", {"kl_coef": 0.1}, "kl_coef = 0.1 is not defined for clip_cov"),
         ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5}}, "kind 'dapo' requires l_cache"),
         ("grpo", {"length_penalty": {"kind": "tan_v1", "L1": 5, "L2": 5}}, "requires L2 > L1"),
         ("grpo", {"length_penalty": {}}, "length_penalty.kind is required .formula of the penalty"),
-        ("grpo", {"length_penalty": {"kind": "dapo", "lmax": 5}}, "unknown option 'lmax'; did you mean 'l_max'"),
-        ("grpo", {"length_penalty": "dapo"}, "length_penalty: expected map of kind, on, .* or null, got dapo"),
+        (
+            "grpo",
+            {"length_penalty": {"kind": "dapo", "lmax": 5}},
+            "unknown option 'lmax'; did you mean 'l_max'",
+        ),
+        (
+            "grpo",
+            {"length_penalty": "dapo"},
+            "length_penalty: expected map of kind, on, .* or null, got dapo",
+        ),
         ("grpo", {"grop_hard_dapo": {"l_max": 5}}, "grop_hard_dapo.l_cache is required"),
         ("grpo", {"grop_gamma1": 1.0}, "grop_gamma1: expected number > 0 and < 1, got 1"),
-        ("grpo", {"correction": {"level": "seq", "mode": "clip"}}, "mode clip requires level token"),
+        (
+            "grpo",
+            {"correction": {"level": "seq", "mode": "clip"}},
+            "mode clip requires level token",
+        ),
         ("grpo", {"correction": {"gating": "tv"}}, "upper bound only"),
         ("grpo", {"correction": {"levle": "seq"}}, "unknown option 'levle'; did you mean 'level'"),
         ("grpo", {"kl": {"coef": 0.1}, "kl_coef": 0.1}, "both set a penalty"),
         ("gspo", {"kl": {"coef": 0.1}}, "takes a KL penalty only in the reward"),
-        ("grpo_s", {"beta1": 1, "beta2": 0.1, "kl": {"coef": 0.1}}, "takes a KL penalty not at all"),
-        ("gtpo_conflict", {"kl": {"coef": 0.1, "place": "reward"}}, "takes a KL penalty only in the loss"),
+        (
+            "grpo_s",
+            {"beta1": 1, "beta2": 0.1, "kl": {"coef": 0.1}},
+            "takes a KL penalty not at all",
+        ),
+        (
+            "gtpo_conflict",
+            {"kl": {"coef": 0.1, "place": "reward"}},
+            "takes a KL penalty only in the loss",
+        ),
         ("kl_cov", {"kl": {"estimator": "k3"}}, "kl: coef is required"),
         ("grpo", {"foo": 1}, r"unknown option 'foo'\. Options: adv_eps, agg, "),
         ("grpo", {"ddof_seq": True}, "ddof_seq: expected one of 0, 1, got true"),
@@ -94,20 +141,44 @@ def test_recommended_values_are_described() -> None:
         ("kl_cov", {"ppo_kl_coef": -1}, "ppo_kl_coef: expected number >= 0, got -1"),
         ("kl_cov", {"cov_ratio": 2}, "cov_ratio: expected number >= 0 and <= 1, got 2"),
         ("clip_cov", {"cov_ratio": 2}, "cov_ratio: expected number >= 0 and <= 1, got 2"),
-        ("clip_cov", {"cov_lb": 5, "cov_ub": 1}, "band of candidates is empty: cov_lb = 5.0 must be below cov_ub = 1"),
-        ("clip_cov", {"perm": [0, 0]}, "perm: expected list of distinct integers >= 0 or null, got 0 0"),
+        (
+            "clip_cov",
+            {"cov_lb": 5, "cov_ub": 1},
+            "band of candidates is empty: cov_lb = 5.0 must be below cov_ub = 1",
+        ),
+        (
+            "clip_cov",
+            {"perm": [0, 0]},
+            "perm: expected list of distinct integers >= 0 or null, got 0 0",
+        ),
         ("mixed_policy_dapo", {"zero_weight": -1}, "zero_weight: expected number >= 0, got -1"),
-        ("gtpo_entropy", {"alpha1": 0, "alpha2": 0}, "alpha1 = alpha2 = 0 makes all shaped rewards 0"),
+        (
+            "gtpo_entropy",
+            {"alpha1": 0, "alpha2": 0},
+            "alpha1 = alpha2 = 0 makes all shaped rewards 0",
+        ),
         ("grpo_s", {"beta1": 0, "beta2": 0}, "beta1 = beta2 = 0 makes all shaped rewards 0"),
-        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "alpha1": -1}, "alpha1: expected number >= 0 or null, got -1"),
+        (
+            "gtpo_entropy",
+            {**REQUIRED["gtpo_entropy"], "alpha1": -1},
+            "alpha1: expected number >= 0 or null, got -1",
+        ),
         ("gtpo_entropy", {"version": "v1", "alpha": -0.1}, "alpha: expected number >= 0, got -0.1"),
         ("grpo_s", {"beta1": 1, "beta2": -1}, "beta2: expected number >= 0 or null, got -1"),
         ("grpo_s", {"version": "v1", "beta": -1}, "beta: expected number >= 0, got -1"),
         ("entropy_advantage", {"ent_alpha": -1}, "ent_alpha: expected number >= 0, got -1"),
         ("entropy_advantage", {"ent_kappa": 0.5}, "ent_kappa: expected number >= 1, got 0.5"),
-        ("gtpo_conflict", {"entropy_threshold": -1}, "entropy_threshold: expected number >= 0, got -1"),
+        (
+            "gtpo_conflict",
+            {"entropy_threshold": -1},
+            "entropy_threshold: expected number >= 0, got -1",
+        ),
         ("gtpo_conflict", {"h_ini": -1}, "h_ini: expected number >= 0 or null, got -1"),
-        ("gtpo_conflict", {"initial_entropy_prompts": 1.5}, "initial_entropy_prompts: expected integer >= 0, got 1.5"),
+        (
+            "gtpo_conflict",
+            {"initial_entropy_prompts": 1.5},
+            "initial_entropy_prompts: expected integer >= 0, got 1.5",
+        ),
         ("kl_cov", {"clip_low": -1}, "clip_low: expected number >= 0 or null, got -1"),
         ("gae", {"lambd": 1.1}, "lambd: expected number >= 0 and <= 1, got 1.1"),
         (
@@ -126,7 +197,11 @@ def test_recommended_values_are_described() -> None:
             {"kl": {"coef": 1, "place": "reward", "unbiased_gradient": True}},
             "needs place loss",
         ),
-        ("grpo", {"correction": {"threshold": [3, 2]}}, "correction: threshold: expected 2 numbers LOW HIGH"),
+        (
+            "grpo",
+            {"correction": {"threshold": [3, 2]}},
+            "correction: threshold: expected 2 numbers LOW HIGH",
+        ),
     ],
 )
 def test_errors_name_the_option_and_the_rule(name: str, options: dict, message: str) -> None:
@@ -141,7 +216,9 @@ def test_all_violations_are_reported_at_once() -> None:
         assert text in str(error.value)
 
 
-def test_a_key_of_another_algorithm_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_of_another_algorithm_is_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         algorithm = get_algorithm("grpo", alpha1=1.0)
     assert "grpo does not read the option 'alpha1'" in caplog.text
@@ -167,8 +244,15 @@ def test_presets_replace_defaults_and_explicit_keys_win() -> None:
 
 
 def test_values_may_come_as_text_from_a_command_line() -> None:
-    options = get_algorithm("gtpo_entropy", alpha1="1", alpha2="1e-1", sign_guard="true", ddof_tok="1").options
-    assert (options.alpha1, options.alpha2, options.sign_guard, options.ddof_tok) == (1.0, 0.1, True, 1)
+    options = get_algorithm(
+        "gtpo_entropy", alpha1="1", alpha2="1e-1", sign_guard="true", ddof_tok="1"
+    ).options
+    assert (options.alpha1, options.alpha2, options.sign_guard, options.ddof_tok) == (
+        1.0,
+        0.1,
+        True,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,12 +264,36 @@ def test_values_may_come_as_text_from_a_command_line() -> None:
             "clip_high has no effect: got 0.2, and without clip_low",
         ),
         ("kl_cov", {"dual_clip": 3}, "dual_clip has no effect: got 3, and kl_cov clips nothing"),
-        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"}, "v2_positive has no effect: got v1u"),
-        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "alpha": 0.3}, "alpha has no effect: got 0.3, and version v6"),
-        ("grpo_s", {**REQUIRED["grpo_s"], "beta": 0.3}, "beta has no effect: got 0.3, and version v6"),
-        ("grpo", {"length_penalty": {"kind": "grop", "l_max": 5}}, "length_penalty.l_max has no effect: got 5"),
-        ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5, "l_cache": 2, "L1": 3}}, "kind dapo does not read it"),
-        ("grpo", {"grop_gamma1": 0.5}, "grop_gamma1 has no effect: got 0.5, and length_penalty.kind is not grop"),
+        (
+            "gtpo_entropy",
+            {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"},
+            "v2_positive has no effect: got v1u",
+        ),
+        (
+            "gtpo_entropy",
+            {**REQUIRED["gtpo_entropy"], "alpha": 0.3},
+            "alpha has no effect: got 0.3, and version v6",
+        ),
+        (
+            "grpo_s",
+            {**REQUIRED["grpo_s"], "beta": 0.3},
+            "beta has no effect: got 0.3, and version v6",
+        ),
+        (
+            "grpo",
+            {"length_penalty": {"kind": "grop", "l_max": 5}},
+            "length_penalty.l_max has no effect: got 5",
+        ),
+        (
+            "grpo",
+            {"length_penalty": {"kind": "dapo", "l_max": 5, "l_cache": 2, "L1": 3}},
+            "kind dapo does not read it",
+        ),
+        (
+            "grpo",
+            {"grop_gamma1": 0.5},
+            "grop_gamma1 has no effect: got 0.5, and length_penalty.kind is not grop",
+        ),
         ("grpo", {"l_norm": 5}, "l_norm has no effect: got 5, and agg is seq-mean-token-mean"),
     ],
 )
@@ -234,6 +342,12 @@ def test_mixed_policy_says_that_it_is_a_reconstruction(caplog: pytest.LogCapture
         ("gtpo_conflict", {"filter": "off", "h_ini": 0.8}, []),
     ],
 )
-def test_options_that_a_version_does_not_read_are_said(name: str, options: dict, silent: list[str]) -> None:
-    said = [caution for caution in get_algorithm(name, **options).options.cautions() if "has no effect" in caution]
+def test_options_that_a_version_does_not_read_are_said(
+    name: str, options: dict, silent: list[str]
+) -> None:
+    said = [
+        caution
+        for caution in get_algorithm(name, **options).options.cautions()
+        if "has no effect" in caution
+    ]
     assert [caution.split()[0] for caution in said] == silent

@@ -14,7 +14,9 @@ from openrlhf_ext.algorithms.quantiles import order_statistic, upper_threshold
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_order_statistics_are_those_of_a_sort(dtype: torch.dtype, data: st.DataObject) -> None:
-    number = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, -0.0, 1.0])
+    number = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
+        [0.0, -0.0, 1.0]
+    )
     values = data.draw(st.lists(number, min_size=1, max_size=30))
     tensor = torch.tensor([*values, 7.0], dtype=dtype)
     mask = torch.ones_like(tensor, dtype=torch.bool)

@@ -28,7 +28,12 @@ from openrlhf_ext.algorithms import (
 )
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
-from openrlhf_ext.algorithms.option_blocks import NoOption, Options, PartitionOptions, TruncationOptions
+from openrlhf_ext.algorithms.option_blocks import (
+    NoOption,
+    Options,
+    PartitionOptions,
+    TruncationOptions,
+)
 from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
 from openrlhf_ext.algorithms.trial import try_algorithm
 from openrlhf_ext.checkpoints.files import plain_copy
@@ -79,7 +84,10 @@ def test_a_users_module_adds_an_algorithm(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'grpo' is already registered by openrlhf_ext.algorithms.methods.grpo.Grpo"):
+    with pytest.raises(
+        ValueError,
+        match="'grpo' is already registered by openrlhf_ext.algorithms.methods.grpo.Grpo",
+    ):
 
         @register_algorithm("grpo", GrpoOptions)
         class Other(Grpo):
@@ -87,7 +95,11 @@ def test_a_taken_name_is_refused() -> None:
 
 
 def test_a_method_of_the_package_has_the_name_of_its_file() -> None:
-    own = {name for name, cls in registry._ALGORITHMS.items() if cls.__module__.startswith(registry.METHODS)}
+    own = {
+        name
+        for name, cls in registry._ALGORITHMS.items()
+        if cls.__module__.startswith(registry.METHODS)
+    }
     assert own == {module.name for module in pkgutil.iter_modules(methods.__path__)}
     elsewhere = type("Elsewhere", (Grpo,), {"__module__": "openrlhf_ext.algorithms.methods.grpo2"})
     with pytest.raises(ValueError, match="'grpo3' must be in methods/grpo3.py, not in grpo2.py"):
@@ -126,7 +138,8 @@ def test_its_file_is_run_once_and_gives_its_name(tmp_path):
         ("def f(:", "line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax"),
         (
             "from openrlhf_ext.algorithms import option\noption('float', 1.0, 'x')",
-            "line 2, in <module>\n    option('float', 1.0, 'x')\nTypeError: option() takes 2 positional arguments",
+            "line 2, in <module>\n    option('float', 1.0, 'x')\nTypeError: option() takes 2 "
+            "positional arguments",
         ),
         (METHOD.format(name="grpo"), "ValueError: algorithm 'grpo' is already registered"),
     ],
@@ -153,20 +166,41 @@ class Own(TokenAlgorithm):
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ("inputs.rewards", r"no attribute 'rewards' \(did you mean batch.rewards\?\); it has .*batch, groups, part"),
-        ("inputs.batch.reward", r"'reward' \(did you mean rewards\?\); it has tokens, lengths, rewards"),
-        ("{'advantages': inputs.batch.rewards}", r"advantages must have shape \(N,\) = \(\d+,\), one for each token"),
-        ("{'advantage': inputs.batch.old_logprobs}", r"'advantages' is missing, got 'advantage'; 'advantage' is no "
-         r"field of LossBatch \(did you mean 'advantages'\?\)"),
+        (
+            "inputs.rewards",
+            r"no attribute 'rewards' \(did you mean batch.rewards\?\); it has .*batch, groups, "
+            r"part",
+        ),
+        (
+            "inputs.batch.reward",
+            r"'reward' \(did you mean rewards\?\); it has tokens, lengths, rewards",
+        ),
+        (
+            "{'advantages': inputs.batch.rewards}",
+            r"advantages must have shape \(N,\) = \(\d+,\), one for each token",
+        ),
+        (
+            "{'advantage': inputs.batch.old_logprobs}",
+            r"'advantages' is missing, got 'advantage'; 'advantage' is no "
+            r"field of LossBatch \(did you mean 'advantages'\?\)",
+        ),
         ("inputs.batch.old_logprobs", r"must be a dict with the key 'advantages', got a Tensor"),
-        ("{'advantages': inputs.batch.rewards.sum()}", r"advantages must have shape \(N,\) = \(\d+,\).*got \(\)"),
+        (
+            "{'advantages': inputs.batch.rewards.sum()}",
+            r"advantages must have shape \(N,\) = \(\d+,\).*got \(\)",
+        ),
         ("{'advantages': [1.0]}", r"must be a tensor of shape \(N,\) = \(\d+,\).*got a list"),
-        ("{'advantages': inputs.batch.old_logprobs, 'exposed': {'x': inputs.part.success_B[:1]}}",
-         r"exposed\['x'\] must have shape \(B,\) = \(\d+,\), one for each completion or \(N,\)"),
-        ("{'advantages': inputs.segments.spread(inputs.groups.lengths_B / 0.0)}",
-         r"advantages has inf or NaN, first in a group whose rewards are [-0-9.]+, "),
+        (
+            "{'advantages': inputs.batch.old_logprobs, 'exposed': {'x': "
+            "inputs.part.success_B[:1]}}",
+            r"exposed\['x'\] must have shape \(B,\) = \(\d+,\), one for each completion or \(N,\)",
+        ),
+        (
+            "{'advantages': inputs.segments.spread(inputs.groups.lengths_B / 0.0)}",
+            r"advantages has inf or NaN, first in a group whose rewards are [-0-9.]+, ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result, says):
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     file = tmp_path / "own.py"
@@ -181,7 +215,9 @@ def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_method_passes_the_trial_of_a_users_own(size):
     for name in ("grpo", "dapo", "gspo", "gtpo_conflict", "clip_cov", "gae", "grpo_s"):
-        said = try_algorithm(get_algorithm(name, **with_published_values(name, {}, max_length=8), warn=False), size)
+        said = try_algorithm(
+            get_algorithm(name, **with_published_values(name, {}, max_length=8), warn=False), size
+        )
         assert said.startswith(f"3 made groups of {size}: advantages "), name
 
 
@@ -220,8 +256,16 @@ class NeedsReference(Grpo):
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        (Equal, ValueError, "advantages has inf or NaN, first in a group whose rewards are 0, 0, 0, 0$"),
-        (InPlace, ValueError, r"test_registry.py, line \d+\) changes inputs.batch.rewards in place"),
+        (
+            Equal,
+            ValueError,
+            "advantages has inf or NaN, first in a group whose rewards are 0, 0, 0, 0$",
+        ),
+        (
+            InPlace,
+            ValueError,
+            r"test_registry.py, line \d+\) changes inputs.batch.rewards in place",
+        ),
         (NeedsReference, TypeError, "NoneType"),
     ],
 )
@@ -235,7 +279,11 @@ class Keeps(Grpo):
 
     def advantages(self, inputs):
         self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1 * inputs.batch.rewards.mean()
-        return {"advantages": inputs.segments.spread((inputs.batch.rewards - self.mean).to(inputs.batch.float_dtype))}
+        return {
+            "advantages": inputs.segments.spread(
+                (inputs.batch.rewards - self.mean).to(inputs.batch.float_dtype)
+            )
+        }
 
 
 class Appends(Grpo):
@@ -247,7 +295,9 @@ class Appends(Grpo):
 
     def advantages(self, inputs):
         self.seen.append(float(inputs.batch.rewards.sum()))
-        return {"advantages": inputs.segments.spread((inputs.batch.rewards - len(self.seen)).float())}
+        return {
+            "advantages": inputs.segments.spread((inputs.batch.rewards - len(self.seen)).float())
+        }
 
     def state_dict(self):
         return {"seen": self.seen}
@@ -296,15 +346,29 @@ class Caches(Forgets):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Keeps, r"line \d+\) changes self.mean, which a run that is resumed would begin anew: define state_dict"),
-        (Forgets, "changes self.seen.*another instance has other advantages for .*; state_dict has nothing"),
+        (
+            Keeps,
+            r"line \d+\) changes self.mean, which a run that is resumed would begin anew: define "
+            r"state_dict",
+        ),
+        (
+            Forgets,
+            "changes self.seen.*another instance has other advantages for .*; state_dict has "
+            "nothing",
+        ),
         (OfTheClass, "changes OfTheClass.steps, .*: keep OfTheClass.steps in self"),
-        (OfTheModule, r"changes tests.algorithms.test_registry._COUNTS, .*: keep .*_COUNTS in self"),
-        (InTheLoss, "InTheLoss.loss or prepare changes self.losses, on a rank's copy of the algorithm"),
+        (
+            OfTheModule,
+            r"changes tests.algorithms.test_registry._COUNTS, .*: keep .*_COUNTS in self",
+        ),
+        (
+            InTheLoss,
+            "InTheLoss.loss or prepare changes self.losses, on a rank's copy of the algorithm",
+        ),
         (Appends, None),
         (Caches, None),
     ],
-)  # fmt: skip
+)
 def test_what_a_method_keeps_and_no_checkpoint_would_have_fails_the_trial(kind, says, monkeypatch):
     monkeypatch.setattr(kind, "name", kind.__name__)
     before = random.getstate(), torch.get_rng_state()
@@ -322,12 +386,16 @@ def test_a_state_that_no_checkpoint_holds_is_named():
         def state_dict(self):
             return {"seen": object()}
 
-    with pytest.raises(TypeError, match=r"state\['seen'\] is a object, which a checkpoint does not hold"):
+    with pytest.raises(
+        TypeError, match=r"state\['seen'\] is a object, which a checkpoint does not hold"
+    ):
         try_algorithm(Holds(GrpoOptions()), 4, stored=plain_copy)
 
 
 def test_a_state_for_a_class_that_takes_none_is_refused():
-    with pytest.raises(ValueError, match="Keeps defines no load_state_dict, and the checkpoint has mean"):
+    with pytest.raises(
+        ValueError, match="Keeps defines no load_state_dict, and the checkpoint has mean"
+    ):
         Keeps(GrpoOptions()).load_state_dict({"mean": 0.5})
 
 
@@ -339,8 +407,16 @@ def test_an_option_that_a_class_of_options_lacks_is_named_with_its_place_and_the
         pass
 
     for options, says in (
-        (Bare(), r"Bare \(.*test_registry.py, line \d+\) has no option success_threshold, .*inherit PartitionOptions"),
-        (Clipped(), r"Clipped \(.*test_registry.py, line \d+\) has no option degenerate, .* degenerate\(DEFAULT\)"),
+        (
+            Bare(),
+            r"Bare \(.*test_registry.py, line \d+\) has no option success_threshold, .*inherit "
+            r"PartitionOptions",
+        ),
+        (
+            Clipped(),
+            r"Clipped \(.*test_registry.py, line \d+\) has no option degenerate, .* "
+            r"degenerate\(DEFAULT\)",
+        ),
     ):
         with pytest.raises(NoOption, match=says):
             try_algorithm(Grpo(options), 4)
@@ -348,14 +424,25 @@ def test_an_option_that_a_class_of_options_lacks_is_named_with_its_place_and_the
 
 def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():
     own = PerShare(GrpoOptions())
-    with pytest.raises(ValueError, match="of two shares must add up to that of their mini-batch.*shaped.denominators"):
+    with pytest.raises(
+        ValueError,
+        match="of two shares must add up to that of their mini-batch.*shaped.denominators",
+    ):
         try_algorithm(own, 4)
 
 
 def test_the_document_lists_what_inputs_and_the_loss_hold():
-    begin, end = (f"<!-- python benchmarks/input_tables.py: {mark} -->" for mark in ("begin", "end"))
-    written = (Path(__file__).parents[2] / "docs/algorithms.md").read_text().split(begin)[1].split(end)[0]
-    assert written.strip() == "".join(tables()).strip(), "put the output of `python benchmarks/input_tables.py` there"
+    begin, end = (
+        f"<!-- python benchmarks/input_tables.py: {mark} -->" for mark in ("begin", "end")
+    )
+    written = (
+        (Path(__file__).parents[2] / "docs/algorithms.md").read_text().split(begin)[1].split(end)[0]
+    )
+    assert written.strip() == "".join(tables()).strip(), (
+        "put the output of `python benchmarks/input_tables.py` there"
+    )
     for holder in (Inputs, RolloutBatch, Groups, Partition, LossBatch):
         listed = {name for name, _ in attributes(holder)}
-        assert {field.name for field in dataclasses.fields(holder)} <= listed, "its docstring lists every field"
+        assert {field.name for field in dataclasses.fields(holder)} <= listed, (
+            "its docstring lists every field"
+        )

@@ -1,4 +1,5 @@
-"""Upstream's estimators: advantages, loss and gradient of OpenRLHF's own code on random ragged batches."""
+"""Upstream's estimators: advantages, loss and gradient of OpenRLHF's own code on random ragged
+batches."""
 
 from __future__ import annotations
 
@@ -12,14 +13,23 @@ from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from tests.algorithms.helpers import check_against_reference, padded, random_groups, to_batch
 from tests.algorithms.upstream import upstreams
 
-ESTIMATORS = ["reinforce", "reinforce_baseline", "rloo", "group_norm", "flash_reinforce", "dr_grpo", "gae"]
+ESTIMATORS = [
+    "reinforce",
+    "reinforce_baseline",
+    "rloo",
+    "group_norm",
+    "flash_reinforce",
+    "dr_grpo",
+    "gae",
+]
 CASES = 60
 ALONE = ("reinforce", "flash_reinforce", "gae")
 """Estimators for which one completion per prompt is enough."""
 
 
 def random_case(estimator: str, seed: int) -> dict[str, Any]:
-    """Options and a batch, float32 as upstream keeps it; every option takes each of its values in some case."""
+    """Options and a batch, float32 as upstream keeps it; every option takes each of its values in
+    some case."""
     rng = random.Random(f"{estimator} {seed}")
     generator = torch.Generator().manual_seed(seed)
     samples = rng.choice([1, 2, 4] if estimator in ALONE else [2, 3, 4])
@@ -97,7 +107,11 @@ def ours(case: dict[str, Any]) -> dict[str, torch.Tensor]:
         "stop_properly": case["stop_properly"],
     }
     if case["overlong"]:
-        options["length_penalty"] = {"kind": "dapo", "l_max": case["max_new_tokens"], "l_cache": case["overlong"]}
+        options["length_penalty"] = {
+            "kind": "dapo",
+            "l_max": case["max_new_tokens"],
+            "l_cache": case["overlong"],
+        }
     if estimator in ("reinforce", "reinforce_baseline", "gae"):
         options["normalize_std"] = not case["no_std_norm"]
     if estimator in ("reinforce", "gae"):
@@ -122,9 +136,13 @@ def ours(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     terms = algorithm.token_loss(shaped)
     assert (terms is None) == (loss["policy_loss_type"] == "gspo")
     if terms is not None:
-        assert terms(new, torch.arange(len(new))).sum().item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
+        assert terms(new, torch.arange(len(new))).sum().item() == pytest.approx(
+            value.item(), rel=1e-4, abs=1e-5
+        )
     found = {"advantages": shaped.advantages, "grad": grad}
-    return {name: padded(tensor, batch.lengths) for name, tensor in found.items()} | {"loss": value.detach()}
+    return {name: padded(tensor, batch.lengths) for name, tensor in found.items()} | {
+        "loss": value.detach()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -144,23 +162,35 @@ def test_estimator_and_loss_are_upstreams(compared, estimator: str) -> None:
     for case, theirs, mine in compared[estimator]:
         told = {name: value for name, value in case.items() if not isinstance(value, torch.Tensor)}
         if not case["no_std_norm"] and mine["advantages"].abs().max() < 1e-2:
-            # equal rewards: what rounding leaves of them is multiplied by 1/sqrt(1e-8), upstream's in float32
+            # equal rewards: what rounding leaves of them is multiplied by 1/sqrt(1e-8), upstream's
+            # in float32
             assert theirs["advantages"].abs().max() < 1e-2
             continue
-        torch.testing.assert_close(mine["advantages"], theirs["advantages"], rtol=1e-5, atol=1e-5, msg=str(told))
-        torch.testing.assert_close(mine["loss"], theirs["loss"], rtol=1e-4, atol=1e-5, msg=str(told))
-        scale = (case["new"] - case["old"]).clamp(0, 20).exp()  # what a ratio makes of the rounding of its advantage
-        torch.testing.assert_close(mine["grad"] / scale, theirs["grad"] / scale, rtol=1e-4, atol=1e-5, msg=str(told))
+        torch.testing.assert_close(
+            mine["advantages"], theirs["advantages"], rtol=1e-5, atol=1e-5, msg=str(told)
+        )
+        torch.testing.assert_close(
+            mine["loss"], theirs["loss"], rtol=1e-4, atol=1e-5, msg=str(told)
+        )
+        # what a ratio makes of the rounding of its advantage
+        scale = (case["new"] - case["old"]).clamp(0, 20).exp()
+        torch.testing.assert_close(
+            mine["grad"] / scale, theirs["grad"] / scale, rtol=1e-4, atol=1e-5, msg=str(told)
+        )
 
 
 def test_the_cases_reach_what_bounds_ratios_and_kl(compared) -> None:
     """Otherwise the comparison would say nothing of the bounds 20 and 10."""
     cases = [case for found in compared.values() for case, _, _ in found]
-    ratios = [case["new"] - case["old"] for case in cases if case["loss"]["policy_loss_type"] == "ppo"]
+    ratios = [
+        case["new"] - case["old"] for case in cases if case["loss"]["policy_loss_type"] == "ppo"
+    ]
     assert any((ratio.abs() > 20).any() for ratio in ratios)
     penalized = [case for case in cases if case["kl_coef"]]
     for use_loss in (True, False):
-        assert any(((c["new"] - c["ref"]).abs() > 10).any() for c in penalized if c["use_loss"] == use_loss)
+        assert any(
+            ((c["new"] - c["ref"]).abs() > 10).any() for c in penalized if c["use_loss"] == use_loss
+        )
 
 
 OPTIONS = [
@@ -184,7 +214,9 @@ def test_every_option_against_plain_loops(estimator: str, options: dict) -> None
         check_against_reference(estimator, options, random_groups(seed), shuffle=seed)
 
 
-@pytest.mark.parametrize("options", [{"gamma": 0.9}, {"whiten": False}, {"normalize_std": False}, {"adv_eps": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"gamma": 0.9}, {"whiten": False}, {"normalize_std": False}, {"adv_eps": 0.5}]
+)
 def test_discount_and_whitening_against_plain_loops(options: dict) -> None:
     for seed in range(6):
         check_against_reference("reinforce", options, random_groups(seed), shuffle=seed)
@@ -195,7 +227,9 @@ def test_correction_against_plain_loops(policy_loss_type: str) -> None:
     correction = {"level": "token", "mode": "mask", "threshold": [0.8, 1.3]}
     options = {"policy_loss_type": policy_loss_type}
     for seed in range(6):
-        check_against_reference("rloo", options, random_groups(seed), shuffle=seed, correction=correction)
+        check_against_reference(
+            "rloo", options, random_groups(seed), shuffle=seed, correction=correction
+        )
 
 
 def test_stop_properly_needs_to_know_who_was_truncated() -> None:

@@ -10,8 +10,16 @@ from openrlhf_ext.algorithms.segments import Segments, float64_sum, group_blocks
 from tests.algorithms.helpers import assert_close, random_groups, to_batch
 from tests.algorithms.test_invariants import NAMES, build, run
 
-SCOPES = [{}, {"entropy_scope": "batch"}, {"norm_scope": "batch"}, {"entropy_axis": "row"}, {"normaliser": "geomean"}]
-CASES = [(name, {}) for name in NAMES] + [(n, o) for n in ("gtpo_entropy", "grpo_s") for o in SCOPES[1:]]
+SCOPES = [
+    {},
+    {"entropy_scope": "batch"},
+    {"norm_scope": "batch"},
+    {"entropy_axis": "row"},
+    {"normaliser": "geomean"},
+]
+CASES = [(name, {}) for name in NAMES] + [
+    (n, o) for n in ("gtpo_entropy", "grpo_s") for o in SCOPES[1:]
+]
 CASES = [(n, o) for n, o in CASES if not (n == "grpo_s" and "entropy_axis" in o)]
 
 
@@ -31,7 +39,12 @@ def test_results_do_not_depend_on_the_block_size(
         assert_close(other_value, value, 1e-12, "loss")
         assert_close(other_grad.tolist(), grad.tolist(), 1e-12, "grad")
         for quantity in [*shaped.of_rows, *shaped.of_tokens]:
-            assert_close(other[quantity].nan_to_num().tolist(), shaped[quantity].nan_to_num().tolist(), 1e-12, quantity)
+            assert_close(
+                other[quantity].nan_to_num().tolist(),
+                shaped[quantity].nan_to_num().tolist(),
+                1e-12,
+                quantity,
+            )
 
 
 def ragged(*lengths: int) -> Segments:
@@ -42,8 +55,18 @@ def test_blocks_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "BLOCK_TOKENS", 10)
     assert [*ragged().blocks()] == []
     blocks = [*ragged(3, 7, 1, 25, 4, 4).blocks()]
-    assert [(block.rows.start, block.rows.stop) for block in blocks] == [(0, 2), (2, 3), (3, 4), (4, 6)]
-    assert [(block.tokens.start, block.tokens.stop) for block in blocks] == [(0, 10), (10, 11), (11, 36), (36, 44)]
+    assert [(block.rows.start, block.rows.stop) for block in blocks] == [
+        (0, 2),
+        (2, 3),
+        (3, 4),
+        (4, 6),
+    ]
+    assert [(block.tokens.start, block.tokens.stop) for block in blocks] == [
+        (0, 10),
+        (10, 11),
+        (11, 36),
+        (36, 44),
+    ]
 
 
 def test_group_blocks_keep_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +77,9 @@ def test_group_blocks_keep_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert group_blocks(ragged(), torch.arange(0), torch.tensor([], dtype=torch.long)) == []
 
 
-@pytest.mark.parametrize("rows", [[2, 0, 3], torch.tensor([True, False, True, True]), [], slice(1, 3), slice(0, 0)])
+@pytest.mark.parametrize(
+    "rows", [[2, 0, 3], torch.tensor([True, False, True, True]), [], slice(1, 3), slice(0, 0)]
+)
 def test_rows_are_taken_whole(rows) -> None:
     cut, values = ragged(2, 3, 1, 4), torch.arange(10)
     wanted = [part.tolist() for part in values.split([2, 3, 1, 4])]
@@ -63,7 +88,9 @@ def test_rows_are_taken_whole(rows) -> None:
     wanted = [wanted[int(row)] for row in index]
     assert cut.take(values, rows).tolist() == [value for part in wanted for value in part]
     assert cut.select(rows).lengths_B.tolist() == [len(part) for part in wanted]
-    assert cut.select(rows).bounds.tolist() == [sum(map(len, wanted[:i])) for i in range(len(wanted) + 1)]
+    assert cut.select(rows).bounds.tolist() == [
+        sum(map(len, wanted[:i])) for i in range(len(wanted) + 1)
+    ]
 
 
 def test_a_slice_of_rows_is_a_view() -> None:
@@ -93,7 +120,21 @@ def test_row_reductions(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_and_last_tokens() -> None:
     cut = ragged(2, 3, 1)
-    assert [cut.place(token) for token in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert [cut.place(token) for token in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 0),
+    ]
     assert cut.last().tolist() == [1, 4, 5]
-    assert cut.block(slice(None)).positions(torch.tensor([0, 10, 20])).tolist() == [0, 1, 10, 11, 12, 20]
+    assert cut.block(slice(None)).positions(torch.tensor([0, 10, 20])).tolist() == [
+        0,
+        1,
+        10,
+        11,
+        12,
+        20,
+    ]
     assert cut.block(torch.tensor([2, 0])).tokens.tolist() == [5, 0, 1]

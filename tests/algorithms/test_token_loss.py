@@ -1,4 +1,5 @@
-"""`Algorithm.token_loss` beyond the agreement with `loss`, which test_against_reference.py checks for every option."""
+"""`Algorithm.token_loss` beyond the agreement with `loss`, which test_against_reference.py checks
+for every option."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_ppo_has_terms(kl: dict | None) -> None:
     algorithm = get_algorithm("gae", kl=kl)
     shaped = algorithm.shape(batch)
     loss = algorithm.loss(new, shaped)
-    check_terms_add_up(algorithm, shaped, new, loss.value.item(), torch.autograd.grad(loss.value, new)[0], 1e-9)
+    check_terms_add_up(
+        algorithm, shaped, new, loss.value.item(), torch.autograd.grad(loss.value, new)[0], 1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["dapo", "high_entropy_tokens", "kl_cov", "gtpo_conflict"])
@@ -83,7 +86,9 @@ class Entangled(Grpo):
     """Every token's objective contains the row's mean: not a sum of terms of single tokens."""
 
     def extra_objective(self, objective_N, log_ratio_N, shaped):
-        return objective_N + shaped.segments.spread(shaped.segments.sums(log_ratio_N) / shaped.lengths)
+        return objective_N + shaped.segments.spread(
+            shaped.segments.sums(log_ratio_N) / shaped.lengths
+        )
 
 
 class Separate(Grpo):
@@ -105,4 +110,6 @@ def test_a_users_hooks_get_terms_only_when_declared_tokenwise() -> None:
     assert Inherits(options).token_loss(shaped) is None
     algorithm = Separate(options)
     loss = algorithm.loss(new, shaped)
-    check_terms_add_up(algorithm, shaped, new, loss.value.item(), torch.autograd.grad(loss.value, new)[0], 1e-9)
+    check_terms_add_up(
+        algorithm, shaped, new, loss.value.item(), torch.autograd.grad(loss.value, new)[0], 1e-9
+    )

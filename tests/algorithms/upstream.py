@@ -2,8 +2,8 @@
 
     python -m tests.algorithms.upstream CASES RESULTS
 
-`ours` starts that process. It imports the installed openrlhf with empty modules in place of flash_attn and deepspeed,
-which neither the estimators nor the losses call.
+`ours` starts that process. It imports the installed openrlhf with empty modules in place of
+flash_attn and deepspeed, which neither the estimators nor the losses call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ import torch
 def upstreams(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, torch.Tensor]]:
     """What upstream makes of each case.
 
-    A case has padded tensors (B, T) `old`, `new`, `ref`, `rollout`, `values`, `mask`, and (B,) `rewards`, `truncated`,
-    rows of a group behind one another; and options `estimator`, `samples`, `gamma`, `lambd`, `no_std_norm`,
-    `reward_clip`, `stop_properly`, `overlong`, `max_new_tokens`, `kl_coef`, `kl_estimator`, `use_loss`,
-    `unbiased_gradient`, `loss` (arguments of PolicyLoss).
+    A case has padded tensors (B, T) `old`, `new`, `ref`, `rollout`, `values`, `mask`, and (B,)
+    `rewards`, `truncated`, rows of a group behind one another; and options `estimator`, `samples`,
+    `gamma`, `lambd`, `no_std_norm`, `reward_clip`, `stop_properly`, `overlong`, `max_new_tokens`,
+    `kl_coef`, `kl_estimator`, `use_loss`, `unbiased_gradient`, `loss` (arguments of PolicyLoss).
 
     Returns:
         Of each case `advantages` (B, T), `loss` and `grad` (B, T) of the loss in `new`.
     """
     torch.save(cases, folder / "cases.pt")
-    command = [sys.executable, "-m", "tests.algorithms.upstream", folder / "cases.pt", folder / "results.pt"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.algorithms.upstream",
+        folder / "cases.pt",
+        folder / "results.pt",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "results.pt", weights_only=True)
@@ -67,7 +73,10 @@ class _Empty:
 def _options(case: dict[str, Any]) -> types.SimpleNamespace:
     space = types.SimpleNamespace
     advantage = space(
-        estimator=case["estimator"], gamma=case["gamma"], lambd=case["lambd"], no_std_norm=case["no_std_norm"]
+        estimator=case["estimator"],
+        gamma=case["gamma"],
+        lambd=case["lambd"],
+        no_std_norm=case["no_std_norm"],
     )
     reward = space(
         clip_range=case["reward_clip"],
@@ -76,7 +85,9 @@ def _options(case: dict[str, Any]) -> types.SimpleNamespace:
         stop_properly_penalty_coef=case["stop_properly"],
     )
     rollout = space(n_samples_per_prompt=case["samples"], max_new_tokens=case["max_new_tokens"])
-    return space(algo=space(advantage=advantage), reward=reward, rollout=rollout, data=space(max_len=None))
+    return space(
+        algo=space(advantage=advantage), reward=reward, rollout=rollout, data=space(max_len=None)
+    )
 
 
 def run(case: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -88,7 +99,11 @@ def run(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     mask, old, new = case["mask"], case["old"], case["new"].clone().requires_grad_()
     in_reward = case["kl_coef"] > 0 and not case["use_loss"]
-    kl = compute_approx_kl(old, case["ref"], kl_estimator=case["kl_estimator"]) if in_reward else torch.zeros_like(old)
+    kl = (
+        compute_approx_kl(old, case["ref"], kl_estimator=case["kl_estimator"])
+        if in_reward
+        else torch.zeros_like(old)
+    )
     experience = Experience(
         action_mask=mask,
         values=case["values"],
@@ -105,9 +120,14 @@ def run(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     maker.kl_ctl = types.SimpleNamespace(value=case["kl_coef"] if in_reward else 0.0)
     (experience,) = maker.compute_advantages_and_returns([experience])
     totals = {"batch_num_tokens": mask.sum(), "global_batch_size": len(mask)}
-    loss, *_ = PolicyLoss(**case["loss"])(new, old, experience.advantages, mask, case["rollout"], **totals)
+    loss, *_ = PolicyLoss(**case["loss"])(
+        new, old, experience.advantages, mask, case["rollout"], **totals
+    )
     if case["kl_coef"] > 0 and case["use_loss"]:
-        arguments = {"kl_estimator": case["kl_estimator"], "unbiased_gradient": case["unbiased_gradient"]}
+        arguments = {
+            "kl_estimator": case["kl_estimator"],
+            "unbiased_gradient": case["unbiased_gradient"],
+        }
         kl = compute_approx_kl(new, case["ref"], log_probs_old=old, **arguments)
         loss = loss + case["kl_coef"] * aggregate_loss(kl, mask, **totals)
     (grad,) = torch.autograd.grad(loss, new)

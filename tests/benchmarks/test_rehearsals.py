@@ -1,7 +1,8 @@
-"""Every program that makes a record runs here at a tiny size, and writes what the pages read; or a test below does.
+"""Every program that makes a record runs here at a tiny size, and writes what the pages read; or a
+test below does.
 
-Where a program starts whole runs, each command it would start passes the command's own ``--dry_run``, and a made-up run
-stands in for what it would leave.
+Where a program starts whole runs, each command it would start passes the command's own
+``--dry_run``, and a made-up run stands in for what it would leave.
 """
 
 from __future__ import annotations
@@ -37,17 +38,25 @@ ELSEWHERE = {  # programs that tests of their own rehearse
     "reproduce.py": "tests/benchmarks/test_reproduce.py",
     "study/__main__.py": "tests/benchmarks/study/test_command.py",
 }
-WRITES = re.compile(r"\b(?:record|common)\.write\(|^from benchmarks\.record import .*\bwrite\b", re.M)
-FORMER = {"hardware", "versions", "real_environment"}  # keys of records that are older than ``record.environment``
+WRITES = re.compile(
+    r"\b(?:record|common)\.write\(|^from benchmarks\.record import .*\bwrite\b", re.M
+)
+# keys of records that are older than ``record.environment``
+FORMER = {"hardware", "versions", "real_environment"}
 NAMES = [
     metric.name
     for metric in METRICS
     if not metric.name.endswith("/*") and metric.name not in ("step", "time", "nonfinite", "label")
 ]
 EVALUATED = {
-    "accuracy": 0.5, "accuracy_interval": [0.4, 0.6], "standard_error": 0.1, "prompts": 64, "samples_per_prompt": 8,
-}  # fmt: skip
-OF_A_RUN = ("--ckpt.output_dir", "--ckpt.path", "--logger.metrics_path", "--train.seed")  # their values change nothing
+    "accuracy": 0.5,
+    "accuracy_interval": [0.4, 0.6],
+    "standard_error": 0.1,
+    "prompts": 64,
+    "samples_per_prompt": 8,
+}
+# their values change nothing
+OF_A_RUN = ("--ckpt.output_dir", "--ckpt.path", "--logger.metrics_path", "--train.seed")
 SHORT_TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
 
 
@@ -66,7 +75,8 @@ def results(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(results, monkeypatch) -> Callable[..., None]:
-    """Calls a program's ``main`` with these words; what it writes goes to ``results``, and pages stay as they are."""
+    """Calls a program's ``main`` with these words; what it writes goes to ``results``, and pages
+    stay as they are."""
     monkeypatch.setattr(record, "write_pages", lambda: None)
     monkeypatch.chdir(record.ROOT)  # some programs go there
 
@@ -81,13 +91,15 @@ def call(results, monkeypatch) -> Callable[..., None]:
 
 
 def held(module: ModuleType, *names: str) -> dict[str, Any]:
-    """The last of records that were written now: each holds and has the committed one's keys, and every text can be
-    made of them."""
+    """The last of records that were written now: each holds and has the committed one's keys, and
+    every text can be made of them."""
     for name in names:
         found = record.load(name)
         assert record.unlike(name, found) == ([], []) and record.commits(found), name
         if (COMMITTED / name).exists():
-            assert not json.loads((COMMITTED / name).read_text()).keys() - found.keys() - FORMER, name
+            assert not json.loads((COMMITTED / name).read_text()).keys() - found.keys() - FORMER, (
+                name
+            )
     for text in getattr(module, "TEXTS", {}).values():
         assert text().strip()
     return found
@@ -110,7 +122,8 @@ def toys(tmp_path_factory) -> Path:
 
 
 class Commands:
-    """In the place of ``subprocess.run``: training is a dry run, and leaves a made-up run where it would leave one."""
+    """In the place of ``subprocess.run``: training is a dry run, and leaves a made-up run where it
+    would leave one."""
 
     def __init__(self, toys: Path) -> None:
         self.toys, self.run, self.seen = toys, subprocess.run, []
@@ -164,7 +177,8 @@ def commands(toys, monkeypatch) -> Commands:
     return found
 
 
-# ---- programs that measure in their own process ---------------------------------------------------------------------
+# ---- programs that measure in their own process
+# ---------------------------------------------------------------------
 
 
 def test_algorithms(call, results, monkeypatch):
@@ -192,7 +206,11 @@ def test_head(call, results, monkeypatch):
 
 def test_engine_side(call, results, monkeypatch):
     pytest.importorskip("vllm")
-    for name, instead in {"init": lambda **_: None, "put": pickle.dumps, "get": pickle.loads}.items():
+    for name, instead in {
+        "init": lambda **_: None,
+        "put": pickle.dumps,
+        "get": pickle.loads,
+    }.items():
         monkeypatch.setattr(f"ray.{name}", instead)
     monkeypatch.setattr("benchmarks.engine_steps.LONG", 16)
     module = program("engine_side")
@@ -208,7 +226,10 @@ def test_graders(call, results, tmp_path):
     }
     for name, row in rows.items():
         (tmp_path / name).mkdir()
-        lines = [json.dumps(row).replace("{}", str(number)).replace("%s", str(number)) for number in (7, 8)]
+        lines = [
+            json.dumps(row).replace("{}", str(number)).replace("%s", str(number))
+            for number in (7, 8)
+        ]
         (tmp_path / name / "test.jsonl").write_text("\n".join(lines))
     module = program("graders")
     call(module, tmp_path, "--attacks", 2, "--workers", 1, "--output", results / "graders_cpu.json")
@@ -219,8 +240,19 @@ def test_graders(call, results, tmp_path):
 def test_lengths(call, results, monkeypatch):
     module = program("lengths")
     real = json.loads((COMMITTED / "lengths_cpu.json").read_text())["real"]
-    monkeypatch.setattr(module, "real_runs", lambda *_: real)  # jobs with classes of their own, by Ray
-    call(module, "--steps", 12, "--seeds", 1, "--work", results / "w", "--output", results / "lengths_cpu.json")
+    # jobs with classes of their own, by Ray
+    monkeypatch.setattr(module, "real_runs", lambda *_: real)
+    call(
+        module,
+        "--steps",
+        12,
+        "--seeds",
+        1,
+        "--work",
+        results / "w",
+        "--output",
+        results / "lengths_cpu.json",
+    )
     held(module, "lengths_cpu.json")
 
 
@@ -231,10 +263,24 @@ def test_plan(call, results):
 
 def test_scale(call, results, monkeypatch):
     module = program("scale")
-    experts = {"checkpoint": {"own_bytes": 1, "peak_bytes": 1}}  # they need Ray's store: tests/benchmarks/test_scale.py
-    monkeypatch.setattr(module, "in_a_process", lambda args, count, told=None: module.step(args, count) | experts)
+    # they need Ray's store: tests/benchmarks/test_scale.py
+    experts = {"checkpoint": {"own_bytes": 1, "peak_bytes": 1}}
+    monkeypatch.setattr(
+        module, "in_a_process", lambda args, count, told=None: module.step(args, count) | experts
+    )
     monkeypatch.setattr(module, "DRIVER", {})
-    small = ("--sequences", 64, "--group_size", 8, "--mini_batch", 32, "--mean_length", 64, "--longest", 256)
+    small = (
+        "--sequences",
+        64,
+        "--group_size",
+        8,
+        "--mini_batch",
+        32,
+        "--mean_length",
+        64,
+        "--longest",
+        256,
+    )
     more = ("--prompt_length", 32, "--threads", 1, "--replay", 8, "--replay_sequences", 32)
     call(module, *small, *more, "--output", results / "scale_cpu.json")
     held(module, "scale_cpu.json")
@@ -253,15 +299,24 @@ def test_report(call, results, monkeypatch):
 def test_programs_with_a_policy_in_a_process_of_their_own(name, results, tmp_path):
     words = ["--lengths", "24:8", "--repeats", "1"]
     if name == "probe":
-        make_tiny_policy(tmp_path / "llama", "llama", chat_template=SHORT_TEMPLATE, num_hidden_layers=3)
+        make_tiny_policy(
+            tmp_path / "llama", "llama", chat_template=SHORT_TEMPLATE, num_hidden_layers=3
+        )
         words = [str(tmp_path / "llama")]
-    command = [sys.executable, BENCHMARKS / f"{name}.py", *words, "--output", results / f"{name}_cpu.json"]
+    command = [
+        sys.executable,
+        BENCHMARKS / f"{name}.py",
+        *words,
+        "--output",
+        results / f"{name}_cpu.json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
     assert not done.returncode, done.stderr
     held(program({"probe": "probe", "shared_prompts": "shared_prompts"}[name]), f"{name}_cpu.json")
 
 
-# ---- programs that read what others left ----------------------------------------------------------------------------
+# ---- programs that read what others left
+# ----------------------------------------------------------------------------
 
 
 def test_quickstart(call, results, tmp_path):
@@ -269,16 +324,27 @@ def test_quickstart(call, results, tmp_path):
     for name in ("before", "after"):
         (tmp_path / f"run/{name}.json").write_text(json.dumps(EVALUATED))
     module = program("quickstart")
-    call(module, "--run_dir", tmp_path / "run", "--minutes", 7, "--output", results / "quickstart_cpu.json")
+    call(
+        module,
+        "--run_dir",
+        tmp_path / "run",
+        "--minutes",
+        7,
+        "--output",
+        results / "quickstart_cpu.json",
+    )
     held(module, "quickstart_cpu.json")
 
 
 def test_gpu(call, results, tmp_path):
-    """The files that the calls on a GPU left, as the committed record has them, make the same record."""
+    """The files that the calls on a GPU left, as the committed record has them, make the same
+    record."""
     committed, words = json.loads((COMMITTED / "gpu_h200.json").read_text()), []
     for name, run in committed["runs"].items():
         (tmp_path / name / "study").mkdir(parents=True)
-        about = {key: committed[key] for key in ("hardware", "versions")} | {"started": run["started"]}
+        about = {key: committed[key] for key in ("hardware", "versions")} | {
+            "started": run["started"]
+        }
         checks = {f"tests.gpu.{check}": found for check, found in run["checks"].items()}
         (tmp_path / name / "report.json").write_text(json.dumps(about | {"checks": checks}))
         if "study" in run:
@@ -288,7 +354,8 @@ def test_gpu(call, results, tmp_path):
     assert held(program("gpu"), "gpu_h200.json")["runs"] == committed["runs"]
 
 
-# ---- programs that start whole runs ---------------------------------------------------------------------------------
+# ---- programs that start whole runs
+# ---------------------------------------------------------------------------------
 
 
 def test_streaming(call, results, commands):
@@ -328,7 +395,10 @@ def test_replay(call, results, tmp_path, commands, monkeypatch):
     module = program("replay")
 
     def untrained(folder: Path, log: bool) -> None:
-        settings, tokenizer = module.toy_policy.PolicySettings(), module.toy_policy.build_tokenizer()
+        settings, tokenizer = (
+            module.toy_policy.PolicySettings(),
+            module.toy_policy.build_tokenizer(),
+        )
         module.toy_policy.build_model(settings, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -349,11 +419,21 @@ def test_fp8_learning(call, results, tmp_path, commands):
 def test_soak(call, results, toys, commands, monkeypatch):
     module = program("soak")
 
-    def run(name: str, steps: int, kernels: None, policy: Path, data: Path, every: int) -> dict[str, Any]:
+    def run(
+        name: str, steps: int, kernels: None, policy: Path, data: Path, every: int
+    ) -> dict[str, Any]:
         folder = results / name
         commands(module.command(folder, steps, module.RECIPES[name], policy, data))
-        assert module.count_lines(folder / "metrics.jsonl") == len(module.lines(folder / "metrics.jsonl")) > 0
-        return {"processes": {"driver": module.summary([(step, 100.0) for step in range(1, steps + 1)], steps)}}
+        assert (
+            module.count_lines(folder / "metrics.jsonl")
+            == len(module.lines(folder / "metrics.jsonl"))
+            > 0
+        )
+        return {
+            "processes": {
+                "driver": module.summary([(step, 100.0) for step in range(1, steps + 1)], steps)
+            }
+        }
 
     monkeypatch.setattr(module, "run", run)
     policy = ("--policy", toys / "plain", "--data", toys / "data/train.jsonl")
@@ -364,14 +444,23 @@ def test_soak(call, results, toys, commands, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["lora", "train_sft"])
 def test_faults(mode, call, results, tmp_path, commands, monkeypatch):
-    module, trials = program("faults"), json.loads((COMMITTED / "faults_cpu.json").read_text())["trials"]
-    known = {name: value for name, value in trials[0].items() if name not in ("trial", "mode", "only")}
+    module, trials = (
+        program("faults"),
+        json.loads((COMMITTED / "faults_cpu.json").read_text())["trials"],
+    )
+    known = {
+        name: value for name, value in trials[0].items() if name not in ("trial", "mode", "only")
+    }
 
     def undisturb(campaign: Any) -> tuple[float, list[str], int]:
         words = campaign.command(tmp_path / "run", ["--train.max_restarts", "0"])
         assert words[2] in ("benchmarks.faults_inside", "openrlhf_ext.cli.train_sft")
         commands.done(
-            ["-m", words[2].replace("benchmarks.faults_inside", "openrlhf_ext.cli.train_ppo_ray"), *words[3:]]
+            [
+                "-m",
+                words[2].replace("benchmarks.faults_inside", "openrlhf_ext.cli.train_ppo_ray"),
+                *words[3:],
+            ]
         )
         return 70.0, [], 24
 
@@ -381,7 +470,17 @@ def test_faults(mode, call, results, tmp_path, commands, monkeypatch):
     ticks = iter([0.0, 0.0, *[100.0] * 9])
     monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": lambda: next(ticks)}))
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
-    call(module, "--work", tmp_path / "work", "--minutes", 1, "--modes", mode, "--result", results / "faults_cpu.json")
+    call(
+        module,
+        "--work",
+        tmp_path / "work",
+        "--minutes",
+        1,
+        "--modes",
+        mode,
+        "--result",
+        results / "faults_cpu.json",
+    )
     assert [trial["mode"] for trial in held(module, "faults_cpu.json")["trials"]] == [mode]
 
 
@@ -401,41 +500,66 @@ def test_silent_faults(call, results, tmp_path, monkeypatch):
             return module.lab.Outcome(seed, steps, [], None, 1.0)
 
     monkeypatch.setattr(module, "lab_of", lambda *_: Lab())
-    words = ("--toy", tmp_path, "--clean", 2, "--labs", "full,lora", "--result", results / "silent_faults_cpu.json")
+    words = (
+        "--toy",
+        tmp_path,
+        "--clean",
+        2,
+        "--labs",
+        "full,lora",
+        "--result",
+        results / "silent_faults_cpu.json",
+    )
     call(module, tmp_path / "work", *words)
     found = held(module, "silent_faults_cpu.json")
-    assert all(fault["after"] == 1 for fault in found["faults"]) and found["clean"]["full"]["runs"] == 2
+    assert (
+        all(fault["after"] == 1 for fault in found["faults"])
+        and found["clean"]["full"]["runs"] == 2
+    )
 
 
 def test_ledger(call, results, tmp_path, monkeypatch):
     module = program("ledger")
 
-    def runs(folder: Path, within: float, straggler_s: float, seeds: Iterator[int]) -> Iterator[Any]:
+    def runs(
+        folder: Path, within: float, straggler_s: float, seeds: Iterator[int]
+    ) -> Iterator[Any]:
         task = module.Task.make(folder, prompts=module.PROMPTS)
         (folder / "held_out.jsonl").write_text('{"question": "1 - 1 = ", "answer": ""}\n')
         for seed in seeds:
-            config = module.config_of(task, f"run{seed}", train__max_staleness=module.KINDS[seed][0])
-            yield module.Result(seed, config.train.max_staleness, "train", straggler_s, 3, 12, {"late": 1}, 9.0, [])
+            config = module.config_of(
+                task, f"run{seed}", train__max_staleness=module.KINDS[seed][0]
+            )
+            yield module.Result(
+                seed, config.train.max_staleness, "train", straggler_s, 3, 12, {"late": 1}, 9.0, []
+            )
 
     monkeypatch.setattr(module, "runs_with_kills", runs)
     for kills in (3, 6):  # the second goes on
-        call(module, tmp_path / str(kills), "--kills", kills, "--output", results / "ledger_cpu.json")
+        call(
+            module, tmp_path / str(kills), "--kills", kills, "--output", results / "ledger_cpu.json"
+        )
     found = held(module, "ledger_cpu.json")
     assert found["kills"] == 6 and len(found["environments"]) == 2
 
 
-# ---- end_to_end -----------------------------------------------------------------------------------------------------
+# ---- end_to_end
+# --------------------------------------------------------------------------------------------------
 
 
 def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
     module = program("end_to_end")
     monkeypatch.setattr(module, "QUIET_S", 0.01)
 
-    def started(words: list[str], log: Path, env: dict[str, str], timeout_s: float) -> tuple[int, int]:
+    def started(
+        words: list[str], log: Path, env: dict[str, str], timeout_s: float
+    ) -> tuple[int, int]:
         log.write_text("error: it is not there")
         if words[1].endswith("end_to_end_trl.py"):
             settings = json.loads(Path(words[2]).read_text())
-            assert all(Path(settings[name]).exists() for name in ("model", "train", "heldout", "reward"))
+            assert all(
+                Path(settings[name]).exists() for name in ("model", "train", "heldout", "reward")
+            )
             make_run(Path(settings["output_dir"]), 10, names=NAMES)
             (log.parent / "versions.json").write_text(json.dumps({"trl": "1.16.0"}))
         elif "openrlhf_ext.cli.train_ppo_ray" in words:
@@ -443,13 +567,16 @@ def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
         else:
             if words[1:3] == ["-m", "venv"]:
                 Path(words[3]).mkdir(parents=True)
-            return int("openrlhf" in " ".join(words[4:])), 0  # of environments TRL's alone can be made
+            # of environments TRL's alone can be made
+            return int("openrlhf" in " ".join(words[4:])), 0
         return 0, 2**30
 
     monkeypatch.setattr(module, "run_logged", started)
     call(module, "--seeds", 1, "--steps", 10, "--busiest", 101, "--work", tmp_path / "work")
     rows = held(module, "end_to_end_cpu.json")["systems"]
-    assert {row["system"] for row in rows if "error" in row} == {"openrlhf"} and (results / module.FIGURE.name).exists()
+    assert {row["system"] for row in rows if "error" in row} == {"openrlhf"} and (
+        results / module.FIGURE.name
+    ).exists()
 
 
 TRL_SIDE = """
@@ -494,9 +621,20 @@ else:
 
 
 def of_trl(kind: str, given: str) -> Any:
-    """What TRL's side prints where this project cannot be imported, nor, for rewards, what its lock file lacks."""
-    words = [sys.executable, "-I", "-c", TRL_SIDE, BENCHMARKS / "end_to_end_trl.lock", BENCHMARKS, kind]
-    done = subprocess.run([str(word) for word in words], input=given, capture_output=True, text=True)
+    """What TRL's side prints where this project cannot be imported, nor, for rewards, what its lock
+    file lacks."""
+    words = [
+        sys.executable,
+        "-I",
+        "-c",
+        TRL_SIDE,
+        BENCHMARKS / "end_to_end_trl.lock",
+        BENCHMARKS,
+        kind,
+    ]
+    done = subprocess.run(
+        [str(word) for word in words], input=given, capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
 
@@ -507,12 +645,21 @@ def test_rewards_need_nothing_that_trl_has_not_and_are_the_quickstarts():
 
     work = "<reasoning>3+4=7</reasoning>"
     texts = [
-        f"{work}<answer>7</answer><|im_end|>", f"{work}<answer>8</answer>", "<answer>7</answer>", "7", "",
-        f"{work}<answer>7</answer><answer>7</answer>", f"{work}<answer>7</answer> so", f"{work}<answer>-7</answer>",
-        f"{work}<answer>07</answer><|im_end|><|endoftext|><|endoftext|>", f" {work}<answer>7</answer>\n",
-    ]  # fmt: skip
+        f"{work}<answer>7</answer><|im_end|>",
+        f"{work}<answer>8</answer>",
+        "<answer>7</answer>",
+        "7",
+        "",
+        f"{work}<answer>7</answer><answer>7</answer>",
+        f"{work}<answer>7</answer> so",
+        f"{work}<answer>-7</answer>",
+        f"{work}<answer>07</answer><|im_end|><|endoftext|><|endoftext|>",
+        f" {work}<answer>7</answer>\n",
+    ]
     answers = of_trl("reward", json.dumps(texts))
-    assert answers[::2] == [reward_func(["3+4=?" + text], ["3+4=?"], ["3+4=7\n#### 7"]) for text in texts]
+    assert answers[::2] == [
+        reward_func(["3+4=?" + text], ["3+4=?"], ["3+4=7\n#### 7"]) for text in texts
+    ]
     assert [answer["rewards"] for answer in answers[1::2]][3] == 1.0
 
 
@@ -520,15 +667,21 @@ def test_the_trl_side_needs_nothing_of_ours(toys, tmp_path):
     module = program("end_to_end")
     load = module.WORKLOADS["toy"]
     settings = {
-        **dataclasses.asdict(load), "train": str(toys / "data/train.jsonl"), "label_key": "answer", "seed": 1,
-        "loss_type": "grpo", "reward": str(record.ROOT / load.reward), "output_dir": str(tmp_path),
-    }  # fmt: skip
+        **dataclasses.asdict(load),
+        "train": str(toys / "data/train.jsonl"),
+        "label_key": "answer",
+        "seed": 1,
+        "loss_type": "grpo",
+        "reward": str(record.ROOT / load.reward),
+        "output_dir": str(tmp_path),
+    }
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     rewards, taken, rows = of_trl("program", str(tmp_path / "settings.json"))
     assert rewards == [1.0] and taken["tokens/generated"] == 2 and len(rows) == 2
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------
+# ---- all of them
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -536,19 +689,37 @@ def test_the_trl_side_needs_nothing_of_ours(toys, tmp_path):
 def test_weight_sync(results):
     output = results / "weight_sync_cpu.json"
     words = ["--part", "control", "--engines", "1", "--repeats", "1", "--output", str(output)]
-    done = subprocess.run([sys.executable, BENCHMARKS / "weight_sync.py", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "weight_sync.py", *words], capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     held(program("weight_sync"), output.name)
 
 
 def test_every_program_that_makes_a_record_is_rehearsed():
-    here = set(re.findall(r'program\("(\w+)"\)', Path(__file__).read_text())) | {"shared_prompts", "probe"}
-    found = {str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.rglob("*.py") if WRITES.search(path.read_text())}
-    unrehearsed = {name for name in found - ELSEWHERE.keys() - {"record.py"} if name.removesuffix(".py") not in here}
+    here = set(re.findall(r'program\("(\w+)"\)', Path(__file__).read_text())) | {
+        "shared_prompts",
+        "probe",
+    }
+    found = {
+        str(path.relative_to(BENCHMARKS))
+        for path in BENCHMARKS.rglob("*.py")
+        if WRITES.search(path.read_text())
+    }
+    unrehearsed = {
+        name
+        for name in found - ELSEWHERE.keys() - {"record.py"}
+        if name.removesuffix(".py") not in here
+    }
     assert unrehearsed == UNREHEARSED.keys()
     for name, test in ELSEWHERE.items():
-        text, module = (record.ROOT / test).read_text(), name.removesuffix(".py").removesuffix("/__main__")
-        assert module.replace("/", ".") in text or module.rpartition("/")[2] in text, f"{test} runs no {name}"
+        text, module = (
+            (record.ROOT / test).read_text(),
+            name.removesuffix(".py").removesuffix("/__main__"),
+        )
+        assert module.replace("/", ".") in text or module.rpartition("/")[2] in text, (
+            f"{test} runs no {name}"
+        )
 
 
 UNREHEARSED = {

@@ -1,5 +1,5 @@
-"""Items of the papers: all are listed and load at every scale; one is made, with a policy that knows little. At scale
-real the commands are checked, and replaced by what they leave."""
+"""Items of the papers: all are listed and load at every scale; one is made, with a policy that
+knows little. At scale real the commands are checked, and replaced by what they leave."""
 
 from __future__ import annotations
 
@@ -45,10 +45,18 @@ def test_every_figure_and_table_is_listed_or_has_its_reason(run):
     papers = read_papers()
     of_simoni = papers["simoni"].items.keys() | papers["simoni"].missing.keys()
     names = " ".join(of_simoni)
-    assert all(figure in names for figure in ("fig1", "fig2", "fig3", "fig4a", "fig4b", "fig4c", "fig4d", "fig5a"))
+    assert all(
+        figure in names
+        for figure in ("fig1", "fig2", "fig3", "fig4a", "fig4b", "fig4c", "fig4d", "fig5a")
+    )
     assert all(figure in names for figure in ("fig5b", "fig6", "table1"))
     assert {f"fig{n}" for n in range(1, 5)} <= papers["tan_first"].items.keys()
-    used = {(name, run) for name, paper in papers.items() for item in paper.items.values() for run in item.runs}
+    used = {
+        (name, run)
+        for name, paper in papers.items()
+        for item in paper.items.values()
+        for run in item.runs
+    }
     assert used == set(RUNS), "every run is of some item"
     tuned = {run for item in papers["simoni"].items.values() for run in item.sft}
     assert tuned == papers["simoni"].sft.keys()
@@ -69,15 +77,30 @@ def test_an_item_loads_at_toy_scale_and_prints_the_clusters_commands(monkeypatch
     for line in evaluations:
         read = read_command_line(shlex.split(line)[2:], options := table_of(Evaluate))
         given = {setting.name: setting.value for setting in read.settings}
-        assert given["protocol"] == paper.evaluation.protocol and not read.violations and given.keys() <= options.keys()
-    prepared = [PREPARE.parse_args(shlex.split(line)[2:]).output for line in commands if "prepare_data.py" in line]
+        assert (
+            given["protocol"] == paper.evaluation.protocol
+            and not read.violations
+            and given.keys() <= options.keys()
+        )
+    prepared = [
+        PREPARE.parse_args(shlex.split(line)[2:]).output
+        for line in commands
+        if "prepare_data.py" in line
+    ]
     train = [line for line in commands if "train_recipe.sh" in line or "train_sft" in line]
-    assert {file for line in train for file in re.findall(r"\$DATA/\w+\.jsonl", line)} == set(prepared)
+    assert {file for line in train for file in re.findall(r"\$DATA/\w+\.jsonl", line)} == set(
+        prepared
+    )
 
 
 def test_curves_are_called_as_in_a_runs_metrics():
     names = {metric.name for metric in METRICS}
-    curves = {curve for paper in read_papers().values() for item in paper.items.values() for curve in item.curves}
+    curves = {
+        curve
+        for paper in read_papers().values()
+        for item in paper.items.values()
+        for curve in item.curves
+    }
     assert curves <= reproduce.IN_REPORT.keys()
     assert {reproduce.IN_REPORT[curve] for curve in curves} - {"reward_log/format"} <= names
 
@@ -86,9 +109,14 @@ def test_curves_are_called_as_in_a_runs_metrics():
 def test_a_run_of_supervised_fine_tuning_loads(name, tmp_path, monkeypatch):
     paper = read_papers()["simoni"]
     (item,) = [item for item, value in paper.items.items() if value.sft == [name]]
-    record = {"question": [{"role": "user", "content": "1+1?"}], "solution": [{"role": "assistant", "content": "2"}]}
+    record = {
+        "question": [{"role": "user", "content": "1+1?"}],
+        "solution": [{"role": "assistant", "content": "2"}],
+    }
     (tmp_path / f"{paper.sft[name].data}.jsonl").write_text(json.dumps(record) + "\n")
-    (line,) = [line for line in reproduce.paper_commands("simoni", paper, item) if "cli.train_sft" in line]
+    (line,) = [
+        line for line in reproduce.paper_commands("simoni", paper, item) if "cli.train_sft" in line
+    ]
     monkeypatch.chdir(ROOT)
     typed = line.replace("$DATA", str(tmp_path)).replace("$MODELS", "someone")  # a hub name
     assert load_supervised(shlex.split(typed)[3:]).data.output_key == "solution"
@@ -100,8 +128,11 @@ def test_a_run_loads_at_the_papers_scale(name, run_name):
     run = paper.runs[run_name]
     recipe = yaml.safe_load(reproduce.recipe_path(run).read_text())
     sets = ",".join(f"{each}=study/{each}.jsonl" for each in paper.evaluation.benchmarks)
-    held_out = {"eval.dataset": sets} if any(option.startswith("eval.") for option in recipe) else {}
-    config = build_config(flat(recipe) | held_out | flat(run.options), files=False)  # raises ConfigError
+    held_out = (
+        {"eval.dataset": sets} if any(option.startswith("eval.") for option in recipe) else {}
+    )
+    # raises ConfigError
+    config = build_config(flat(recipe) | held_out | flat(run.options), files=False)
     assert refused_or_warned(config) == []
 
 
@@ -110,37 +141,57 @@ def refused_or_warned(config):
     method = preflight.option_findings(config)
     warned = [*config.warnings, *method.warnings, *preflight.unread_warnings(config)]
     known = (
-        "is taken for a hub name", "version v2 gives some tokens of wrong completions",
-        "rollout.micro_batch_size has no effect",  # one file is for methods with a pass for log-probs and without
-    )  # fmt: skip
-    return [*method.violations, *(warning for warning in warned if not any(text in warning for text in known))]
+        "is taken for a hub name",
+        "version v2 gives some tokens of wrong completions",
+        # one file is for methods with a pass for log-probs and without
+        "rollout.micro_batch_size has no effect",
+    )
+    return [
+        *method.violations,
+        *(warning for warning in warned if not any(text in warning for text in known)),
+    ]
 
 
 @pytest.mark.parametrize(("name", "run_name"), RUNS, ids="-".join)
 def test_a_run_loads_at_the_real_models_scale(name, run_name, monkeypatch):
     monkeypatch.chdir(ROOT)
     paper, commands = read_papers()[name], []
-    monkeypatch.setattr(real_model, "run_python", lambda *words: commands.append([*map(str, words)]))
+    monkeypatch.setattr(
+        real_model, "run_python", lambda *words: commands.append([*map(str, words)])
+    )
     options = reproduce.real_options(paper.runs[run_name], paper, steps=20)
     real_model.train("study/policy", ROOT / "runs/x", ROOT / "runs", 20, *reproduce.words(options))
     config = load_config(commands[0][2:], files=False)  # raises ConfigError
     assert refused_or_warned(config) == []
-    assert config.rollout.batch_size == real_model.PROMPTS and config.data.max_samples == 20 * real_model.PROMPTS
-    assert config.train.batch_size == config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    assert (
+        config.rollout.batch_size == real_model.PROMPTS
+        and config.data.max_samples == 20 * real_model.PROMPTS
+    )
+    assert (
+        config.train.batch_size == config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    )
 
 
 def test_an_item_is_made_with_the_real_model(run, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(real_model, "run_python", partial(stand_in, made))
-    (typed,) = (line for line in (ROOT / "docs/papers.md").read_text().splitlines() if "--scale real" in line)
+    (typed,) = (
+        line
+        for line in (ROOT / "docs/papers.md").read_text().splitlines()
+        if "--scale real" in line
+    )
     assert run(*shlex.split(typed)[2:], "--out", str(tmp_path))[0] == 0
     assert made.count("train_ppo_ray") == 3 and "evaluate" not in made, "a figure of curves"
 
     del made[:]
-    status, out, _ = run("simoni", "fig2_llama_math", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    status, out, _ = run(
+        "simoni", "fig2_llama_math", "--scale", "real", "--steps", "2", "--out", str(tmp_path)
+    )
     assert status == 0 and "6 of 6 runs to go" in out and made.count("train_ppo_ray") == 6
     assert made.count("evaluate") == 7, "the start model's, and that of each run"
-    (start, row) = (line for line in out.splitlines() if line.startswith(("| start ", "| llama_math_g8 ")))
+    (start, row) = (
+        line for line in out.splitlines() if line.startswith(("| start ", "| llama_math_g8 "))
+    )
     assert start == "| start | 0.25 | 0.4 | 0.5 | 0.75 | 0.875 | 0.25 |"
     assert row == start.replace("start", "llama_math_g8")
     assert "format is left out" in out and "supervised fine-tuning are left out" in out
@@ -148,16 +199,24 @@ def test_an_item_is_made_with_the_real_model(run, tmp_path, monkeypatch):
     assert (tmp_path / "simoni/fig2_llama_math_real.html").exists()
 
     del made[:]
-    status, out, _ = run("simoni", "fig5b", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
-    assert status == 0 and "0 of 2 runs to go" in out and made == [], "the same runs: only model and data differ"
-    status, out, _ = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    status, out, _ = run(
+        "simoni", "fig5b", "--scale", "real", "--steps", "2", "--out", str(tmp_path)
+    )
+    assert status == 0 and "0 of 2 runs to go" in out and made == [], (
+        "the same runs: only model and data differ"
+    )
+    status, out, _ = run(
+        "simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path)
+    )
     assert "1 of 2 runs to go" in out and made.count("train_ppo_ray") == 1
 
     for ended in (tmp_path / "real").glob("grpo-*/trained"):
         ended.unlink()  # they were killed
     del made[:]
     monkeypatch.setattr(real_model, "run_python", partial(stand_in, made, fails=True))
-    status, _, said = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    status, _, said = run(
+        "simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path)
+    )
     assert status == 1 and "the same command goes on" in said
 
 
@@ -178,7 +237,10 @@ def stand_in(made, *words, output=False, fails=False):
         folder = Path(value["--ckpt.output_dir"])
         Path(value["--ckpt.path"]).mkdir(parents=True)
         lines = [{"step": 0, "time": 0.0, "eval/accuracy": 0.1}]
-        lines += [{"step": step, "time": 1.0 * step, "reward/mean": 0.5, "accuracy/mean": 0.5} for step in (1, 2)]
+        lines += [
+            {"step": step, "time": 1.0 * step, "reward/mean": 0.5, "accuracy/mean": 0.5}
+            for step in (1, 2)
+        ]
         lines += [{"step": 2, "time": 3.0, "eval/accuracy": 0.2}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return "model\n"
@@ -207,7 +269,9 @@ def test_a_name_that_is_not_there_is_told_the_nearest_one(run):
     assert "did you mean simoni?" in run("2508.03772", "fig5")[2]
     assert "did you mean tan_first or tan_v6?" in run("2508.04349", "fig1")[2]
     assert "has no command" in run("tan_v6", "fig1")[2]
-    assert "need --scale toy, got real" in run("tan_v6", "fig5", "--scale", "real", "--seeds", "2")[2]
+    assert (
+        "need --scale toy, got real" in run("tan_v6", "fig5", "--scale", "real", "--seeds", "2")[2]
+    )
 
 
 def test_the_page_has_every_item_and_every_picture_that_was_made():
@@ -215,8 +279,12 @@ def test_the_page_has_every_item_and_every_picture_that_was_made():
     page = (ROOT / "docs/papers.md").read_text()
     for name, paper in read_papers().items():
         for item_name, item in paper.items.items():
-            assert f"| `{name} {item_name}` | {item.what} | " in page and f" | {item.ours} |" in page
-        assert all(f"| {name} {item} | no command: {why} | " in page for item, why in paper.missing.items())
+            assert (
+                f"| `{name} {item_name}` | {item.what} | " in page and f" | {item.ours} |" in page
+            )
+        assert all(
+            f"| {name} {item} | no command: {why} | " in page for item, why in paper.missing.items()
+        )
     assert f"<!-- pictures: begin -->\n{reproduce.pictures_table()}<!-- pictures: end -->" in page
     made = json.loads(reproduce.RECORD.read_text())["items"]
     assert {tuple(item.split()) for item in made} <= set(ITEMS)

@@ -1,4 +1,5 @@
-"""What notices a fault is looked for where the fault is, and trials of all labs have seeds and names of their own."""
+"""What notices a fault is looked for where the fault is, and trials of all labs have seeds and
+names of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from benchmarks.silent import lab
 
 
 def run_of(loss: float, error: str | None = None) -> dict:
-    steps = {step: {"step": step, "loss/sft": loss + 0.001 * step} for step in range(1, lab.STEPS + 1)}
+    steps = {
+        step: {"step": step, "loss/sft": loss + 0.001 * step} for step in range(1, lab.STEPS + 1)
+    }
     return {"fault": "", "error": error, "steps": {} if error else steps}
 
 

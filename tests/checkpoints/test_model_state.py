@@ -16,9 +16,19 @@ def test_a_checkpoint_is_of_the_model_that_has_all_it_says_of_it(tmp_path: Path)
     ours = {"shape": shape, "param_dtype": "fp32"}
     write_plain(tmp_path, STATE, ours)
     theirs = read_plain(tmp_path / STATE)
-    assert theirs["shape"]["layers_without_rope"] == (3,) and not [*model_faults(tmp_path, theirs, ours)]
-    for later in ("embedding_factor", "attention_scale", "logits_divisor", "layers_without_rope", "window"):
+    assert theirs["shape"]["layers_without_rope"] == (3,) and not [
+        *model_faults(tmp_path, theirs, ours)
+    ]
+    for later in (
+        "embedding_factor",
+        "attention_scale",
+        "logits_divisor",
+        "layers_without_rope",
+        "window",
+    ):
         del theirs["shape"][later]
     assert not [*model_faults(tmp_path, theirs, ours)]
-    (fault,) = model_faults(tmp_path, read_plain(tmp_path / STATE), {**ours, "shape": shape | {"logits_divisor": 8.0}})
+    (fault,) = model_faults(
+        tmp_path, read_plain(tmp_path / STATE), {**ours, "shape": shape | {"logits_divisor": 8.0}}
+    )
     assert "is of another model: logits_divisor 1.0, the model has 8.0" in fault

@@ -21,17 +21,32 @@ def round_trip(folder, state):
 
 def test_values_come_back_with_their_types(tmp_path):
     state = {
-        "none": None, "flag": True, "number": 3, "text": "ä\n", "float": 0.1, "tiny": 5e-324, "infinite": -math.inf,
-        "list": [1, (2, "three", [4])], "bytes": b"\x00\xff", 7: "a number as key", ("a", 1): "a tuple as key",
+        "none": None,
+        "flag": True,
+        "number": 3,
+        "text": "ä\n",
+        "float": 0.1,
+        "tiny": 5e-324,
+        "infinite": -math.inf,
+        "list": [1, (2, "three", [4])],
+        "bytes": b"\x00\xff",
+        7: "a number as key",
+        ("a", 1): "a tuple as key",
         "nested": {"!": "the key that marks kinds", "x": {}},
-    }  # fmt: skip
+    }
     assert round_trip(tmp_path, state) == state
     assert math.isnan(round_trip(tmp_path, [math.nan])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
-    for tensor in (torch.randn(3, 5).to(dtype), torch.zeros(0, 2, dtype=dtype), torch.ones((), dtype=dtype)):
+    for tensor in (
+        torch.randn(3, 5).to(dtype),
+        torch.zeros(0, 2, dtype=dtype),
+        torch.ones((), dtype=dtype),
+    ):
         back = round_trip(tmp_path, {"t": tensor})["t"]
         assert back.dtype == dtype and back.shape == tensor.shape and back.equal(tensor)
     strided = torch.arange(12).view(3, 4).T
@@ -39,7 +54,11 @@ def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     expected = random.random(), np.random.rand(), torch.rand(())
     back = round_trip(tmp_path, states)
     random.setstate(back["python"])
@@ -58,7 +77,9 @@ def test_what_cannot_be_plain_is_refused_with_its_place(tmp_path):
 )
 def test_foreign_files_are_refused_with_their_name(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"state\.json is not a state written by this program"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json is not a state written by this program"
+    ):
         read_plain(tmp_path / "state.json")
 
 

@@ -8,7 +8,13 @@ from threading import Timer
 
 import pytest
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
+from openrlhf_ext.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    read_manifest,
+    write_file,
+)
 from tests.patience import PATIENCE_S
 
 
@@ -28,7 +34,9 @@ def test_a_checkpoint_appears_when_it_is_complete(tmp_path):
     entry = write_file(folder, "policy/data", [b"x"])
     assert store.checkpoints() == []
     path = store.commit(Manifest(4, (entry,), {"model": "m"}))
-    assert store.checkpoints() == [path] and read_manifest(path) == Manifest(4, (entry,), {"model": "m"})
+    assert store.checkpoints() == [path] and read_manifest(path) == Manifest(
+        4, (entry,), {"model": "m"}
+    )
 
 
 def test_the_newest_n_and_the_best_are_kept(tmp_path):
@@ -41,9 +49,14 @@ def test_the_newest_n_and_the_best_are_kept(tmp_path):
     for step in (11, 12):
         save(store, step)
     assert names(store) == [
-        "best.json", "global_step1", "global_step10_hf", "global_step11", "global_step12", "global_step1_hf",
+        "best.json",
+        "global_step1",
+        "global_step10_hf",
+        "global_step11",
+        "global_step12",
+        "global_step1_hf",
         "global_step2_hf",
-    ]  # fmt: skip
+    ]
     assert store.best() == {"step": 1, "metric": "eval/accuracy", "value": 0.5}
 
 
@@ -96,7 +109,9 @@ def test_a_new_run_finds_no_checkpoints_of_another(tmp_path):
     assert names(store) == ["metrics.jsonl", "superseded.1", "superseded.2"]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_never_half_there(tmp_path, monkeypatch, caplog):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_never_half_there(
+    tmp_path, monkeypatch, caplog
+):
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     folder = store.begin(2)
@@ -118,9 +133,16 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_never_half_the
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "holds no manifest.json: it is no resumable checkpoint of this program, or not a complete one"),
+        (
+            None,
+            "holds no manifest.json: it is no resumable checkpoint of this program, or not a "
+            "complete one",
+        ),
         ("{", "manifest.json: not JSON"),
-        ('{"format": "torch_dist", "version": 1}', "is of format 'torch_dist' version 1, this program reads"),
+        (
+            '{"format": "torch_dist", "version": 1}',
+            "is of format 'torch_dist' version 1, this program reads",
+        ),
         ('{"format": "openrlhf_ext checkpoint", "version": 1}', "needs step, files, about"),
         ("[1]", "must be a JSON object"),
     ],
@@ -137,7 +159,11 @@ def test_the_manifest_is_json(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 3)
     content = json.loads((tmp_path / "global_step3/manifest.json").read_text())
-    assert (content["step"], content["files"][0]["path"], content["files"][0]["size"]) == (3, "policy/data", 10)
+    assert (content["step"], content["files"][0]["path"], content["files"][0]["size"]) == (
+        3,
+        "policy/data",
+        10,
+    )
 
 
 def test_a_file_may_appear_late(tmp_path):
@@ -149,7 +175,9 @@ def test_a_file_may_appear_late(tmp_path):
     assert store.commit(Manifest(1, (entry,))) == tmp_path / "global_step1"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"step": "x", "metric": "m", "value": 1}', '{"step": 1, "metric": "m"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"step": "x", "metric": "m", "value": 1}', '{"step": 1, "metric": "m"}']
+)
 def test_a_best_json_that_cannot_be_used_is_named_and_stops_no_save(tmp_path, caplog, text):
     store = CheckpointStore(tmp_path, keep=1)
     (tmp_path / "best.json").write_text(text)

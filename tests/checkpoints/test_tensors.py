@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf_ext.checkpoints import Block, BlockRange, CheckpointError, TensorIndex, TensorReader, write_pieces
+from openrlhf_ext.checkpoints import (
+    Block,
+    BlockRange,
+    CheckpointError,
+    TensorIndex,
+    TensorReader,
+    write_pieces,
+)
 
 KEY = "layer.weight"
 
@@ -19,7 +26,8 @@ def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Block]:
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     places = itertools.product(*(range(p) for p in parts))
     return [
-        Block(KEY, shape, tuple(i * n for i, n in zip(place, sizes, strict=True)), tuple(sizes)) for place in places
+        Block(KEY, shape, tuple(i * n for i, n in zip(place, sizes, strict=True)), tuple(sizes))
+        for place in places
     ]
 
 
@@ -50,8 +58,14 @@ def test_every_layout_reads_every_other(tmp_path, seed):
     chance = random.Random(seed)
     shape = (4, 12, 6)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    saved = grid(shape, (chance.choice([1, 2, 4]), chance.choice([1, 2, 3, 4]), chance.choice([1, 2, 3])))
-    pieces = [p for b in saved for p in ranges(b, sorted(chance.sample(range(1, b.numel), chance.choice([0, 1, 3]))))]
+    saved = grid(
+        shape, (chance.choice([1, 2, 4]), chance.choice([1, 2, 3, 4]), chance.choice([1, 2, 3]))
+    )
+    pieces = [
+        p
+        for b in saved
+        for p in ranges(b, sorted(chance.sample(range(1, b.numel), chance.choice([0, 1, 3]))))
+    ]
     chance.shuffle(pieces)
     reader = TensorReader(tmp_path, write(tmp_path, whole, pieces))
     for parts in ((1, 1, 1), (2, 1, 3), (4, 4, 1), (1, 6, 2)):
@@ -59,17 +73,27 @@ def test_every_layout_reads_every_other(tmp_path, seed):
             low, high = sorted(chance.sample(range(block.numel + 1), 2))
             expected = part_of(whole, block).reshape(-1)
             assert reader.read(BlockRange.whole(block), torch.float32).equal(expected)
-            assert reader.read(BlockRange(block, low, high), torch.float32).equal(expected[low:high])
+            assert reader.read(BlockRange(block, low, high), torch.float32).equal(
+                expected[low:high]
+            )
 
 
 def test_a_padded_dimension_may_grow_and_shrink(tmp_path):
     whole = torch.randn(6, 3)
-    reader = TensorReader(tmp_path, write(tmp_path, whole, [BlockRange.whole(b) for b in grid((6, 3), (2, 1))]))
+    reader = TensorReader(
+        tmp_path, write(tmp_path, whole, [BlockRange.whole(b) for b in grid((6, 3), (2, 1))])
+    )
     longer = BlockRange.whole(Block(KEY, (8, 3), (4, 0), (4, 3)))
-    assert reader.read(longer, torch.float32, padded=True).view(4, 3).equal(torch.cat([whole[4:], torch.zeros(2, 3)]))
+    assert (
+        reader.read(longer, torch.float32, padded=True)
+        .view(4, 3)
+        .equal(torch.cat([whole[4:], torch.zeros(2, 3)]))
+    )
     shorter = BlockRange.whole(Block(KEY, (5, 3), (0, 0), (5, 3)))
     assert reader.read(shorter, torch.float32, padded=True).view(5, 3).equal(whole[:5])
-    with pytest.raises(CheckpointError, match=r"layer\.weight has the shape \(6, 3\) .* needs \(8, 3\)"):
+    with pytest.raises(
+        CheckpointError, match=r"layer\.weight has the shape \(6, 3\) .* needs \(8, 3\)"
+    ):
         reader.read(longer, torch.float32)
 
 
@@ -97,7 +121,11 @@ def test_files_are_ordinary_safetensors(tmp_path):
     values = torch.randn(4, 2).to(torch.bfloat16)
     block = Block(KEY, (4, 2), (0, 0), (4, 2))
     write_pieces(
-        tmp_path, "x.safetensors", [(BlockRange.whole(block), values), (BlockRange(block, 2, 5), values.view(-1)[2:5])]
+        tmp_path,
+        "x.safetensors",
+        [(BlockRange.whole(block), values), (BlockRange(block, 2, 5), values.view(-1)[2:5])],
     )
     loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded["layer.weight@0.0+0"].equal(values) and loaded["layer.weight@0.0+2"].equal(values.view(-1)[2:5])
+    assert loaded["layer.weight@0.0+0"].equal(values) and loaded["layer.weight@0.0+2"].equal(
+        values.view(-1)[2:5]
+    )

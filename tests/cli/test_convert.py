@@ -26,17 +26,25 @@ def run(*words: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [("qwen3", ("--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)), ("qwen2_moe", ("--ep", 2, "--tp", 2, "--sp"))],
+    [
+        ("qwen3", ("--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)),
+        ("qwen2_moe", ("--ep", 2, "--tp", 2, "--sp")),
+    ],
 )
 def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path, family, words):
     """Rounded to bf16, in several files, read as fp32: nothing may be lost on the way."""
     make_tiny_model(tmp_path / "m", family)
-    tensors = {name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()}
+    tensors = {
+        name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()
+    }
     save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
     done = run("--check", tmp_path / "sharded", *words)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stderr == "", "libraries have no word"
-    assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout
+    assert (
+        "bit for bit those of the files" in done.stdout
+        and "goes in and out unchanged" in done.stdout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +82,30 @@ def test_bits_are_compared_not_values():
         ({"missing": ("lm_head.weight",)}, 1, "not exported: lm_head.weight"),
         ({"mean_logprob_difference": 0.01}, 1, "ABOVE the tolerance 0.0001"),
         ({"mean_logprob_difference": float("nan")}, 1, "CHECK FAILED"),
-        ({"max_logprob_difference": 0.3}, 0, "largest 3.00e-01"),  # of one token in bf16, which is rounding
+        # of one token in bf16, which is rounding
+        ({"max_logprob_difference": 0.3}, 0, "largest 3.00e-01"),
     ],
 )
 def test_the_exit_code_says_whether_it_passed(checkpoint, monkeypatch, capsys, found, code, text):
     report = {
-        "tensors": 3, "parameters": 10, "different": (), "missing": (), "max_logprob_difference": 1e-6,
-        "mean_logprob_difference": 1e-7, "seconds": {},
-    } | found  # fmt: skip
-    monkeypatch.setattr(conversion_check, "check_conversion", lambda settings: CheckReport(**report))
+        "tensors": 3,
+        "parameters": 10,
+        "different": (),
+        "missing": (),
+        "max_logprob_difference": 1e-6,
+        "mean_logprob_difference": 1e-7,
+        "seconds": {},
+    } | found
+    monkeypatch.setattr(
+        conversion_check, "check_conversion", lambda settings: CheckReport(**report)
+    )
     assert convert.main(["--check", str(checkpoint)]) == code
     assert text in capsys.readouterr().out
 
 
 def _report_much(rank, settings, port, report):
-    names = tuple(f"model.layers.{i}.some.weight" for i in range(10_000))  # far more than a pipe holds
+    # far more than a pipe holds
+    names = tuple(f"model.layers.{i}.some.weight" for i in range(10_000))
     report.write_bytes(pickle.dumps(CheckReport(1, 1, names, (), 0.0, 0.0, {})))
 
 
@@ -107,7 +124,9 @@ def test_a_killed_rank_is_reported(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(conversion_check, "_run_rank", _killed)
     assert convert.main(["--check", str(checkpoint)]) == 1
     error = capsys.readouterr().err
-    assert "terminated with signal SIGKILL" in error and "run out of memory: try --dtype bf16" in error
+    assert (
+        "terminated with signal SIGKILL" in error and "run out of memory: try --dtype bf16" in error
+    )
 
 
 def test_random_sequences_fit_an_attention_window(tmp_path, capsys):
@@ -116,18 +135,25 @@ def test_random_sequences_fit_an_attention_window(tmp_path, capsys):
     assert "got 64 > 32 tokens; set --tokens to at most 32" in capsys.readouterr().err
 
 
-def test_the_family_that_an_unknown_type_resembles_is_named_with_what_is_different(tmp_path, capsys):
+def test_the_family_that_an_unknown_type_resembles_is_named_with_what_is_different(
+    tmp_path, capsys
+):
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     NemotronForCausalLM(NemotronConfig(**sizes, **heads)).save_pretrained(tmp_path)
     assert convert.main(["--check", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "got 'nemotron': it would need a LayerNorm scaled by 1 + w" in said
-    assert "nearest: llama; what differs: tensors that llama has not: model.layers.N.input_layernorm.bias, " in said
+    assert (
+        "nearest: llama; what differs: tensors that llama has not: "
+        "model.layers.N.input_layernorm.bias, " in said
+    )
     assert "tensors that it alone has: model.layers.N.mlp.gate_proj.weight; " in said
     assert "hidden_act must be 'silu', got 'relu2'" in said
     (tmp_path / "model.safetensors").unlink()
-    assert convert.main(["--check", str(tmp_path)]) == 2 and "nearest" not in capsys.readouterr().err
+    assert (
+        convert.main(["--check", str(tmp_path)]) == 2 and "nearest" not in capsys.readouterr().err
+    )
 
 
 def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint, tmp_path, capsys):
@@ -143,13 +169,20 @@ def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint,
 
 def test_a_model_that_cannot_be_cut_is_refused_before_any_process_starts(checkpoint, capsys):
     assert convert.main(["--check", str(checkpoint), "--tp", "3"]) == 2
-    assert "--tp must divide the model's attention heads: got 3, the model of --check has 4" in capsys.readouterr().err
+    assert (
+        "--tp must divide the model's attention heads: got 3, the model of --check has 4"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
-    [(["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"), (["--last_layers", "2"], "--last_layers needs --pp > 1"),
-     (["--sp"], "--sp needs --tp > 1"), ([], "config.json")],
+    [
+        (["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"),
+        (["--last_layers", "2"], "--last_layers needs --pp > 1"),
+        (["--sp"], "--sp needs --tp > 1"),
+        ([], "config.json"),
+    ],
 )
 def test_what_cannot_be_built_is_refused_before_any_process_starts(tmp_path, capsys, words, text):
     assert convert.main(["--check", str(tmp_path), *words]) == 2

@@ -1,4 +1,5 @@
-"""`python -m openrlhf_ext.cli.doctor --cluster`; tests/e2e/test_walkthrough.py runs it on two nodes."""
+"""`python -m openrlhf_ext.cli.doctor --cluster`; tests/e2e/test_walkthrough.py runs it on two
+nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_a_node_like_this_one_has_none(own):
 def test_what_a_node_has_other_than_this_machine_is_named(own):
     (folder,) = own["files"]
     ((severity, node, text),) = findings(own, versions=own["versions"] | {"torch": "2.0.0"})
-    assert (severity, node) == ("error", "n2") and text.startswith("torch is 2.0.0, the driver has 2.")
+    assert (severity, node) == ("error", "n2") and text.startswith(
+        "torch is 2.0.0, the driver has 2."
+    )
     ((_, _, text),) = findings(own, versions=own["versions"] | {"torch": None})
     assert text.startswith("torch is missing")
     ((_, _, text),) = findings(own, patches={})
@@ -96,7 +99,9 @@ def test_shared_folders_are_told_from_others_by_a_file(tmp_path):
     (tmp_path / "here/token").touch()
     folders = [str(tmp_path / name) for name in ("here", "absent")]
     (tmp_path / "other").mkdir()
-    seen = look([], [], {**dict.fromkeys(folders, "token"), str(tmp_path / "other"): "token"})["shared"]
+    seen = look([], [], {**dict.fromkeys(folders, "token"), str(tmp_path / "other"): "token"})[
+        "shared"
+    ]
     assert list(seen.values()) == ["", "is not there", "is another folder than the driver's"]
 
 

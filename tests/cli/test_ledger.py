@@ -11,7 +11,9 @@ from openrlhf_ext.cli.main import main
 from tests.run.test_ledger import audited, good
 
 
-def test_the_exit_status_says_whether_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_exit_status_says_whether_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     audited(tmp_path, good())
     assert main(["ledger", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -22,14 +24,19 @@ def test_the_exit_status_says_whether_it_holds(tmp_path: Path, capsys: pytest.Ca
     audited(tmp_path, lines)
     assert main(["ledger", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("the ledger does not hold, 1 faults") and "prompt 3 is lost at step 2" in said
+    assert (
+        said.startswith("the ledger does not hold, 1 faults")
+        and "prompt 3 is lost at step 2" in said
+    )
 
     (tmp_path / "ledger.jsonl").write_text("{}\n" + (tmp_path / "ledger.jsonl").read_text())
     assert main(["ledger", str(tmp_path)]) == 2
     assert "ledger.jsonl, line 1: needs drawn, waiting" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_without_a_ledger_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["ledger", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
     assert "none/ledger.jsonl is no file" in said and "runs of earlier releases have none" in said

@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_policy(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     torch.manual_seed(0)
-    wrapped = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    wrapped = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    )
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -42,11 +44,19 @@ def test_a_merged_checkpoint_is_pefts(folder, capsys):
     assert convert.main(["--merge", str(folder / "adapter"), "--to", str(folder / "whole")]) == 0
     assert "the adapter in the weights" in capsys.readouterr().out
     wanted = torch.load(folder / "merged.pt", weights_only=False)
-    found = dict(AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.float32).named_parameters())
+    found = dict(
+        AutoModelForCausalLM.from_pretrained(
+            folder / "whole", dtype=torch.float32
+        ).named_parameters()
+    )
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, atol=1e-7), name
-    base = dict(AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).named_parameters())
+    base = dict(
+        AutoModelForCausalLM.from_pretrained(
+            folder / "base", dtype=torch.float32
+        ).named_parameters()
+    )
     moved = {name.split(".")[-2] for name in wanted if not torch.equal(found[name], base[name])}
     assert moved == {"q_proj", "down_proj"}
 
@@ -58,8 +68,18 @@ def test_an_adapter_is_evaluated_as_its_merged_checkpoint(folder, capsys):
     assert convert.main(["--merge", str(folder / "adapter"), "--to", str(folder / "again")]) == 0
     results = []
     for name in ("adapter", "again", "base"):
-        words = ["--data", str(folder / "data.jsonl"), "--reward", str(folder / "reward.py"), "--n", "2",
-                 "--max_new_tokens", "6", "--json", str(folder / f"{name}.json")]  # fmt: skip
+        words = [
+            "--data",
+            str(folder / "data.jsonl"),
+            "--reward",
+            str(folder / "reward.py"),
+            "--n",
+            "2",
+            "--max_new_tokens",
+            "6",
+            "--json",
+            str(folder / f"{name}.json"),
+        ]
         assert evaluate.main(["--model", str(folder / name), *words]) == 0
         results.append(json.loads((folder / f"{name}.json").read_text()))
     adapter, merged, base = results

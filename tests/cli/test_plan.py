@@ -1,4 +1,5 @@
-"""The command that a user types: what it prints, writes and refuses; the layouts and the guide that come with it."""
+"""The command that a user types: what it prints, writes and refuses; the layouts and the guide that
+come with it."""
 
 from __future__ import annotations
 
@@ -29,20 +30,28 @@ from tests.models import make_tiny_policy
 ROOT = Path(__file__).parents[2]
 LAYOUTS = sorted((ROOT / "configs/layouts").glob("*.yaml"))
 QWEN25_7B = [
-    "--config", str(ROOT / "configs/recipes/gsm8k_grpo.yaml"), "--actor.model_name_or_path",
+    "--config",
+    str(ROOT / "configs/recipes/gsm8k_grpo.yaml"),
+    "--actor.model_name_or_path",
     str(ROOT / "configs/models/qwen2.5-7b"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("qwen2.5-0.5b", 494_032_768), ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512),
-        ("qwen2.5-32b", 32_763_876_352), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
-        ("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
-        ("qwen3-30b-a3b", 30_532_122_624), ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
     ],
-)  # fmt: skip
+)
 def test_models_have_their_published_numbers_of_parameters(name, parameters):
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
@@ -64,7 +73,13 @@ def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
     layout, out = tmp_path / "layout.yaml", tmp_path / "plan.json"
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--write", str(layout), "--json", str(out)]) == 0
     text, found = capsys.readouterr().out, json.loads(out.read_text())
-    for part in ("7,615,616,512 parameters, on 8 H100", "FLOPs per token", "assumptions", "what binds:", "KV cache"):
+    for part in (
+        "7,615,616,512 parameters, on 8 H100",
+        "FLOPs per token",
+        "assumptions",
+        "what binds:",
+        "KV cache",
+    ):
         assert part in text
     best = found["layouts"][0]
     steps = [one["seconds"]["step"] for one in found["layouts"]]
@@ -77,13 +92,19 @@ def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
     assert config.world_size + config.engine_workers == 8
 
 
-@pytest.mark.parametrize("words", [(), ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")])
+@pytest.mark.parametrize(
+    "words", [(), ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")]
+)
 def test_a_model_and_a_number_of_gpus_are_enough(tmp_path, capsys, words):
-    """The engines' share and the group size are plan's where the run sets none; the file is one that a run takes."""
+    """The engines' share and the group size are plan's where the run sets none; the file is one
+    that a run takes."""
     layout, model = tmp_path / "layout.yaml", ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B"]
     assert plan.main([*model, "--gpus", "8", "--write", str(layout), *words]) == 0
     said = capsys.readouterr().out
-    assert "algo.advantage.estimator is not set (a run then trains a critic too, by gae): planned with grpo" in said
+    assert (
+        "algo.advantage.estimator is not set (a run then trains a critic too, by gae): planned "
+        "with grpo" in said
+    )
     assert "rollout.n_samples_per_prompt is not set (grpo compares" in said
     grpo = ["--algo.advantage.estimator", "grpo", "--rollout.n_samples_per_prompt", "8"]
     config = load_config([*model, *grpo, "--config", str(layout)], files=False)
@@ -94,8 +115,18 @@ def test_a_model_and_a_number_of_gpus_are_enough(tmp_path, capsys, words):
 
 def test_a_mixtures_plan_says_over_how_many_ranks_experts_are_dealt(tmp_path, capsys):
     layout = tmp_path / "layout.yaml"
-    words = ["--actor.model_name_or_path", "Qwen/Qwen3-30B-A3B", "--train.colocate_all", "--ds.enable_sleep"]
-    words += ["--vllm.enable_sleep", "--train.dynamic_batch_enable", "--megatron.expert_parallel_size", "8"]
+    words = [
+        "--actor.model_name_or_path",
+        "Qwen/Qwen3-30B-A3B",
+        "--train.colocate_all",
+        "--ds.enable_sleep",
+    ]
+    words += [
+        "--vllm.enable_sleep",
+        "--train.dynamic_batch_enable",
+        "--megatron.expert_parallel_size",
+        "8",
+    ]
     assert plan.main([*words, "--gpus", "16", "--write", str(layout)]) == 0
     said = capsys.readouterr().out
     (header,) = (line.split() for line in said.splitlines() if line.split()[:2] == ["TP", "PP"])
@@ -114,13 +145,31 @@ def test_a_share_that_leaves_no_room_is_named(capsys):
     assert "leave vllm.gpu_memory_utilization out" in error
 
 
-@pytest.mark.parametrize(("model", "gpus", "words", "rule"), [
-    ("qwen3-235b-a22b", "128", ("--vllm.tensor_parallel_size", "16"), "vllm.tensor_parallel_size must not exceed "
-        "actor.num_gpus_per_node: an engine stays within a node; got 16 and 8"),
-    ("llama-3.1-8b", "32", ("--megatron.tensor_parallel_size", "16"), "megatron.tensor_parallel_size must not exceed "
-        "actor.num_gpus_per_node: ranks that share a layer stay within a node; got 16 and 8"),
-    ("qwen2.5-7b", "8", ("--vllm.tensor_parallel_size", "3"), "vllm.tensor_parallel_size must divide the model's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "gpus", "words", "rule"),
+    [
+        (
+            "qwen3-235b-a22b",
+            "128",
+            ("--vllm.tensor_parallel_size", "16"),
+            "vllm.tensor_parallel_size must not exceed "
+            "actor.num_gpus_per_node: an engine stays within a node; got 16 and 8",
+        ),
+        (
+            "llama-3.1-8b",
+            "32",
+            ("--megatron.tensor_parallel_size", "16"),
+            "megatron.tensor_parallel_size must not exceed "
+            "actor.num_gpus_per_node: ranks that share a layer stay within a node; got 16 and 8",
+        ),
+        (
+            "qwen2.5-7b",
+            "8",
+            ("--vllm.tensor_parallel_size", "3"),
+            "vllm.tensor_parallel_size must divide the model's",
+        ),
+    ],
+)
 def test_where_no_layout_is_allowed_the_rule_is_named(model, gpus, words, rule, capsys):
     run = ("--actor.model_name_or_path", str(ROOT / "configs/models" / model), "--gpus", gpus)
     shared = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")
@@ -130,8 +179,28 @@ def test_where_no_layout_is_allowed_the_rule_is_named(model, gpus, words, rule, 
 
 
 def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
-    long = ["--data.max_len", "4096", "--gpus", "1", "--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep"]
-    assert plan.main([*QWEN25_7B, "--vllm.tensor_parallel_size", "1", "--actor.num_gpus_per_node", "4", *long]) == 2
+    long = [
+        "--data.max_len",
+        "4096",
+        "--gpus",
+        "1",
+        "--train.colocate_all",
+        "--ds.enable_sleep",
+        "--vllm.enable_sleep",
+    ]
+    assert (
+        plan.main(
+            [
+                *QWEN25_7B,
+                "--vllm.tensor_parallel_size",
+                "1",
+                "--actor.num_gpus_per_node",
+                "4",
+                *long,
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert "nothing fits on 1 H100" in error and "optimizer is the largest part" in error
     assert re.search(r"the fewest H100 that would do: \d+", error)
@@ -146,48 +215,76 @@ SEVEN += ["--rollout.n_samples_per_prompt", "8", "--data.max_len", "2048"]
     [
         {"megatron.tensor_parallel_size": 4},
         {"megatron.pipeline_parallel_size": 2, "megatron.virtual_pipeline_size": 2},
-        {"megatron.context_parallel_size": 2}, {"megatron.recompute": "full"}, {"vllm.tensor_parallel_size": 2},
-        {"vllm.num_engines": 3, "vllm.tensor_parallel_size": 1}, {"megatron.decoder_last_pipeline_num_layers": 12,
-         "megatron.pipeline_parallel_size": 2}, {"vllm.gpu_memory_utilization": 0.85},
-        {"train.max_tokens_per_gpu": 7168, "train.dynamic_batch_enable": True}, {"actor.num_nodes": 3},
+        {"megatron.context_parallel_size": 2},
+        {"megatron.recompute": "full"},
+        {"vllm.tensor_parallel_size": 2},
+        {"vllm.num_engines": 3, "vllm.tensor_parallel_size": 1},
+        {"megatron.decoder_last_pipeline_num_layers": 12, "megatron.pipeline_parallel_size": 2},
+        {"vllm.gpu_memory_utilization": 0.85},
+        {"train.max_tokens_per_gpu": 7168, "train.dynamic_batch_enable": True},
+        {"actor.num_nodes": 3},
     ],
     ids=lambda given: next(iter(given)).split(".")[1],
-)  # fmt: skip
+)
 def test_a_size_on_the_command_line_is_kept(tmp_path, capsys, given):
     out = tmp_path / "plan.json"
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    gpus = ("--actor.num_gpus_per_node", "2", "--gpus", "8") if "actor.num_nodes" in given else ("--gpus", "8")
+    gpus = (
+        ("--actor.num_gpus_per_node", "2", "--gpus", "8")
+        if "actor.num_nodes" in given
+        else ("--gpus", "8")
+    )
     assert plan.main([*SEVEN, *gpus, *words, "--json", str(out)]) == 0, capsys.readouterr().err
     layouts = json.loads(out.read_text())["layouts"]
     for name, value in given.items():
         found = {one["options"].get(name, value) for one in layouts}
         assert found == {value} and layouts, name
-    kept = [name for name in given if name.startswith(("megatron", "vllm.t", "vllm.n", "train.max", "actor"))]
+    kept = [
+        name
+        for name in given
+        if name.startswith(("megatron", "vllm.t", "vllm.n", "train.max", "actor"))
+    ]
     said = capsys.readouterr().out
     assert all(f"{name} {given[name]}" in said for name in kept), said
     assert "now: the layout as configured" not in said or "  now  " in said
 
 
 def test_what_plan_does_not_use_is_said(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("megatron: {tensor_parallel_size: 8}\nds: {ring_attn_size: 2}\n")
-    assert plan.main([*SEVEN, "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--ds.deepcompile"]) == 0
+    (tmp_path / "run.yaml").write_text(
+        "megatron: {tensor_parallel_size: 8}\nds: {ring_attn_size: 2}\n"
+    )
+    assert (
+        plan.main(
+            [*SEVEN, "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--ds.deepcompile"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     unless = "unless the command line gives them: megatron.tensor_parallel_size 8"
     assert f"not used, because plan chooses them {unless}" in said
     assert "ds.ring_attn_size 2 is read as megatron.context_parallel_size 2" in said
-    assert "ds.deepcompile is not an option of the Megatron policy: DeepSpeed does not run the policy" in said
+    assert (
+        "ds.deepcompile is not an option of the Megatron policy: DeepSpeed does not run the policy"
+        in said
+    )
     assert "now: the layout" not in said, "there is no such row: other GPUs are configured"
 
 
 def levers(text: str) -> dict[str, str]:
     """What helps by what, of the lines after `what may help`."""
     lines = text.split("what may help")[1].split("\n\n")[0].splitlines()[1:]
-    return {line[24:].split(" (")[0].strip(): line[2:24].strip() for line in lines if line.startswith("  ")}
+    return {
+        line[24:].split(" (")[0].strip(): line[2:24].strip()
+        for line in lines
+        if line.startswith("  ")
+    }
 
 
 def seconds(tmp_path: Path, *words: str) -> float:
     assert plan.main([*words, "--json", str(tmp_path / "one.json")]) == 0
-    return min(one["seconds"]["step"] for one in json.loads((tmp_path / "one.json").read_text())["layouts"])
+    return min(
+        one["seconds"]["step"] for one in json.loads((tmp_path / "one.json").read_text())["layouts"]
+    )
 
 
 def test_what_may_help_is_what_plan_finds_with_it(tmp_path, capsys):
@@ -197,15 +294,22 @@ def test_what_may_help_is_what_plan_finds_with_it(tmp_path, capsys):
     shared = ["--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep"]
     dynamic = ["--train.dynamic_batch_enable"]
     tried = {
-        "policy and engines on the same GPUs": [*run, *shared, "--gpus", "8"], "16 H100": [*run, "--gpus", "16"],
-        "dynamic batches": [*run, *dynamic, "--gpus", "8"], "both": [*run, *shared, *dynamic, "--gpus", "8"],
+        "policy and engines on the same GPUs": [*run, *shared, "--gpus", "8"],
+        "16 H100": [*run, "--gpus", "16"],
+        "dynamic batches": [*run, *dynamic, "--gpus", "8"],
+        "both": [*run, *shared, *dynamic, "--gpus", "8"],
         "adapters instead of all weights": [*run, "--ds.lora.rank", "16", "--gpus", "8"],
         "Adam's states in host memory": [*run, "--ds.adam_offload", "--gpus", "8"],
-        "8 H200": [*run, "--gpus", "8", "--gpu", "H200"], "8 B200": [*run, "--gpus", "8", "--gpu", "B200"],
+        "8 H200": [*run, "--gpus", "8", "--gpu", "H200"],
+        "8 B200": [*run, "--gpus", "8", "--gpu", "B200"],
         "megatron.pipeline_parallel_size left to plan": [*SEVEN, "--gpus", "8"],
-    }  # fmt: skip
+    }
     assert found.keys() == tried.keys()
-    for what in ("policy and engines on the same GPUs", "adapters instead of all weights", "8 H200"):
+    for what in (
+        "policy and engines on the same GPUs",
+        "adapters instead of all weights",
+        "8 H200",
+    ):
         words = tried[what]
         told = float(re.fullmatch(r"(?:fits|no gain), (\d+) s a step", found[what])[1])
         assert told == pytest.approx(seconds(tmp_path, *words), rel=0.1), what
@@ -215,10 +319,15 @@ def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
     run = ["--actor.model_name_or_path", "meta-llama/Llama-3.1-8B", *SEVEN[2:6], "--gpus", "4"]
     assert plan.main([*run, "--gpu", "A100-40"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("nothing fits on 4 A100-40 of 40.0 GiB") and "10.3 GiB are missing" in error
+    assert (
+        error.startswith("nothing fits on 4 A100-40 of 40.0 GiB")
+        and "10.3 GiB are missing" in error
+    )
     found = levers(error)
     assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
-    assert found["adapters instead of all weights"].startswith("fits, ") and found["8 A100-40"].startswith("fits, ")
+    assert found["adapters instead of all weights"].startswith("fits, ") and found[
+        "8 A100-40"
+    ].startswith("fits, ")
     assert found["Adam's states in host memory"].startswith("fits, ")
     assert plan.main([*run, "--gpu", "A100-40", "--ds.lora.rank", "16"]) == 0
 
@@ -232,18 +341,33 @@ def configured(out: Path, *words: str) -> dict:
 
 
 def test_a_critic_takes_memory_and_seconds(tmp_path, capsys):
-    """On GPUs of its own it must fit there, and the slower model makes the step; on shared ones they take turns."""
+    """On GPUs of its own it must fit there, and the slower model makes the step; on shared ones
+    they take turns."""
     beside = configured(tmp_path / "1")
     assert "with a critic beside the policy" in capsys.readouterr().out
-    policy, critic = (beside["memory"][doing]["optimizer"] for doing in ("training", "training the critic"))
-    assert policy - critic == pytest.approx(12 * 152_064 * 3584 / 2, rel=1e-3), "one value for each of half the logits"
+    policy, critic = (
+        beside["memory"][doing]["optimizer"] for doing in ("training", "training the critic")
+    )
+    assert policy - critic == pytest.approx(12 * 152_064 * 3584 / 2, rel=1e-3), (
+        "one value for each of half the logits"
+    )
     larger = ("--critic.megatron.tensor_parallel_size", "1")
-    assert configured(tmp_path / "2", *larger)["seconds"] is None, "the critic's states on one GPU do not fit"
+    assert configured(tmp_path / "2", *larger)["seconds"] is None, (
+        "the critic's states on one GPU do not fit"
+    )
     assert "while training the critic" in capsys.readouterr().out
-    turns = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep", "--vllm.num_engines", "2")
+    turns = (
+        "--train.colocate_all",
+        "--ds.enable_sleep",
+        "--vllm.enable_sleep",
+        "--vllm.num_engines",
+        "2",
+    )
     shared = configured(tmp_path / "3", *turns, "--gpus", "2")
     assert "one after the other" in capsys.readouterr().out
-    assert shared["memory"]["training the critic"]["optimizer"] == critic, "only one of the two is awake"
+    assert shared["memory"]["training the critic"]["optimizer"] == critic, (
+        "only one of the two is awake"
+    )
     for phase in ("logprobs", "train"):
         assert shared["seconds"][phase] > beside["seconds"][phase] > 0
 
@@ -256,17 +380,29 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
     arguments = {"cases": [case], "batch": batch, "weights_N": weights_N, "root": tmp_path}
     ((rank,),) = launch("tests.megatron.layers.lora_ranks", "run_others", 1, **arguments)
     sent = sum(tensor.nbytes for tensor in rank["sent"].values())
-    weights = sum(tensor.numel() for tensor in load_file(tmp_path / "model/model.safetensors").values())
+    weights = sum(
+        tensor.numel() for tensor in load_file(tmp_path / "model/model.safetensors").values()
+    )
 
     found = {}
     for lora in ("adapter", "merged"):
-        words = ["--actor.model_name_or_path", case["model"], "--ds.lora.rank", "8", "--vllm.lora", lora]
+        words = [
+            "--actor.model_name_or_path",
+            case["model"],
+            "--ds.lora.rank",
+            "8",
+            "--vllm.lora",
+            lora,
+        ]
         words += ["--data.max_len", "128", "--gpus", "2", "--json", str(tmp_path / f"{lora}.json")]
         assert plan.main(words) == 0, capsys.readouterr().err
         found[lora] = json.loads((tmp_path / f"{lora}.json").read_text())
     for lora, size in (("adapter", sent), ("merged", 2 * weights)):
         assert found[lora]["weight_sync_bytes"] == size
-        assert found[lora]["layouts"][0]["memory"]["sampling"]["buffers of the weight sync"] == 2 * size
+        assert (
+            found[lora]["layouts"][0]["memory"]["sampling"]["buffers of the weight sync"]
+            == 2 * size
+        )
     assert found["adapter"]["disk"]["the final one in Hugging Face form"] == 2 * sent, "in fp32"
 
 
@@ -274,7 +410,10 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
     ("words", "message"),
     [
         (["--gpu", "H1000"], "--gpu must be one of A100, A100-40, A800, "),
-        (["--gpu", "V100"], "got V100; of another card give the nearest one, and its memory as megatron.gpu_mem"),
+        (
+            ["--gpu", "V100"],
+            "got V100; of another card give the nearest one, and its memory as megatron.gpu_mem",
+        ),
         (["--actor.model_name_or_path", "org/name"], "configs/models"),
         (["--actor.no_such_option", "1"], "actor.no_such_option"),
     ],
@@ -291,7 +430,10 @@ def test_layouts_hold(layout: Path, monkeypatch, capsys):
     command = next(line for line in layout.read_text().splitlines() if "openrlhf-ext plan" in line)
     _, words = plan._parse(shlex.split(command.partition("openrlhf-ext plan ")[2]))
     config = load_config([*words, "--config", str(layout)], files=False)
-    assert yaml.safe_load(layout.read_text())["megatron"]["tensor_parallel_size"] == config.layout.tensor_parallel_size
+    assert (
+        yaml.safe_load(layout.read_text())["megatron"]["tensor_parallel_size"]
+        == config.layout.tensor_parallel_size
+    )
     assert dry_run(config) == 0
     assert "every parameter of every rank is filled exactly once" in capsys.readouterr().out
 
@@ -305,26 +447,44 @@ def test_the_guides_commands_run(monkeypatch, capsys):
 
 
 def test_megatrons_published_formula_and_what_it_lacks():
-    """Rows of the published estimate of Qwen2.5-32B: (TP, PP, DP) -> billions of parameters, GiB of states."""
+    """Rows of the published estimate of Qwen2.5-32B: (TP, PP, DP) -> billions of parameters, GiB of
+    states."""
     shape = read_model_shape(ROOT / "configs/models/qwen2.5-32b")
     stated = {
-        (8, 1, 1): (4.095, 68.7), (8, 1, 2): (4.095, 45.8), (4, 4, 1): (2.145, 36.0), (8, 2, 1): (2.048, 34.3),
-        (4, 4, 2): (2.145, 24.0), (8, 2, 2): (2.048, 22.9), (8, 4, 1): (1.073, 18.0), (4, 2, 8): (4.095, 28.6),
-        (8, 2, 4): (2.048, 17.2), (4, 8, 2): (1.170, 13.1),
-    }  # fmt: skip
+        (8, 1, 1): (4.095, 68.7),
+        (8, 1, 2): (4.095, 45.8),
+        (4, 4, 1): (2.145, 36.0),
+        (8, 2, 1): (2.048, 34.3),
+        (4, 4, 2): (2.145, 24.0),
+        (8, 2, 2): (2.048, 22.9),
+        (8, 4, 1): (1.073, 18.0),
+        (4, 2, 8): (4.095, 28.6),
+        (8, 2, 4): (2.048, 17.2),
+        (4, 8, 2): (1.170, 13.1),
+    }
     for (tp, pp, dp), (shard, states) in stated.items():
         row = formula(shape, tp, pp, dp, 4096)
         assert (round(row["shard"], 3), round(row["states"], 1)) == (shard, states)
-    for tp, pp, gib in ((8, 1, (6.5, 13.0, 26.0)), (4, 2, (12.4, 24.8, 49.5)), (8, 4, (6.2, 12.4, 24.8))):
-        assert tuple(round(formula(shape, tp, pp, 1, n)["activations"], 1) for n in (4096, 8192, 16384)) == gib
+    for tp, pp, gib in (
+        (8, 1, (6.5, 13.0, 26.0)),
+        (4, 2, (12.4, 24.8, 49.5)),
+        (8, 4, (6.2, 12.4, 24.8)),
+    ):
+        assert (
+            tuple(
+                round(formula(shape, tp, pp, 1, n)["activations"], 1) for n in (4096, 8192, 16384)
+            )
+            == gib
+        )
     lacking = corrections(shape)
-    assert lacking["the formula's"] == 39.6 and lacking["layer, bytes per token and hidden entry"] == pytest.approx(
-        45.2, rel=0.01
-    )
+    assert lacking["the formula's"] == 39.6 and lacking[
+        "layer, bytes per token and hidden entry"
+    ] == pytest.approx(45.2, rel=0.01)
 
 
 def test_published_steps_are_fitted_on_a_third_and_judged_by_the_rest(monkeypatch, capsys):
-    """The command on the committed rows: the record has its numbers, plan its constants, and the guide what it says."""
+    """The command on the committed rows: the record has its numbers, plan its constants, and the
+    guide what it says."""
     seen = []
 
     def spied(rows, start):
@@ -338,12 +498,20 @@ def test_published_steps_are_fitted_on_a_third_and_judged_by_the_rest(monkeypatc
     names = sorted(row["id"] for row in json.loads(benchmark.ROWS.read_text())["rows"])
     mixtures = [name for name in names if "-a3b " in name or "-a22b " in name]
     dense = [name for name in names if name not in mixtures]
-    assert seen == dense[::3] == [row["id"] for row in found["rows"] if row["fitted"]] and len(mixtures) == 8
+    assert (
+        seen == dense[::3] == [row["id"] for row in found["rows"] if row["fitted"]]
+        and len(mixtures) == 8
+    )
     assert found == record.load("plan_cpu.json")["published"], "python benchmarks/plan.py --output"
     assert {name: getattr(Assumptions(), name) for name in benchmark.FITTED} == found["constants"]
     step, former = found["error"]["step"], found["former"]["step"]
-    assert dataclasses.asdict(STEP_ERROR) == step and dataclasses.asdict(MIXTURE_ERROR) == found["mixtures"]
-    assert step["median"] < former["median"] and step["worst"] < former["worst"], "the fitted ones are the better ones"
+    assert (
+        dataclasses.asdict(STEP_ERROR) == step
+        and dataclasses.asdict(MIXTURE_ERROR) == found["mixtures"]
+    )
+    assert step["median"] < former["median"] and step["worst"] < former["worst"], (
+        "the fitted ones are the better ones"
+    )
     assert sum("step" in row["ratio"] for row in found["rows"]) >= 15
 
 
@@ -351,14 +519,18 @@ def test_every_published_row_names_its_source_and_what_it_does_not_tell():
     rows = json.loads(benchmark.ROWS.read_text())["rows"]
     assert [row["id"] for row in rows] == sorted({row["id"] for row in rows})
     for row in rows:
-        assert re.search(r" at [0-9a-f]{8}|docs\.nvidia\.com", row["source"]) and row["assumed"], row["id"]
+        assert re.search(r" at [0-9a-f]{8}|docs\.nvidia\.com", row["source"]) and row["assumed"], (
+            row["id"]
+        )
         assert set(row["seconds"]) <= set(benchmark.KINDS) and min(row["seconds"].values()) > 0
 
 
 def test_a_plan_says_how_far_off_it_is(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--json", str(out)]) == 0
-    error = f"within a factor of {STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}"
+    error = (
+        f"within a factor of {STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}"
+    )
     said = capsys.readouterr().out
     assert error in said and f"of {STEP_ERROR.rows} steps of dense models" in said
     assert json.loads(out.read_text())["step_error"] == dataclasses.asdict(STEP_ERROR)

@@ -31,25 +31,35 @@ MODEL = {
 }
 
 MIXTURE = {
-    **MODEL, "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
-}  # fmt: skip
+}
 
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [
         {
-            "id": 3, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "id": 3,
+            "content": "<end>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
             "special": True,
         }
     ],
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, a dataset, a reward function and ``run.yaml``; it is the current directory."""
+    """A folder with a model, a dataset, a reward function and ``run.yaml``; it is the current
+    directory."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
     for name in ("model.safetensors", "chat_template.jinja"):

@@ -40,22 +40,42 @@ def test_a_hub_name_whose_config_is_in_the_checkout_meets_the_rules_at_once(load
     assert load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B").warnings == ()
     words = ("--megatron.tensor_parallel_size", "8", "--actor.num_gpus_per_node", "8")
     (message,) = problems("--actor.model_name_or_path", "Qwen/Qwen2.5-7B", *words)
-    assert message.startswith("megatron.tensor_parallel_size must divide the model's attention heads: got 8")
+    assert message.startswith(
+        "megatron.tensor_parallel_size must divide the model's attention heads: got 8"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "mixtral"}, "qwen3, qwen3_moe, seed_oss, smollm3, got 'mixtral': it would need its"),
+        (
+            {"model_type": "mixtral"},
+            "qwen3, qwen3_moe, seed_oss, smollm3, got 'mixtral': it would need its",
+        ),
         ({"num_hidden_layers": None}, "needs num_hidden_layers, has "),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024, got 1000000000"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers must be an integer from 1 to 1024, got 1000000000",
+        ),
         ({"rope_parameters": [1]}, "rope_parameters must be a map, or null, got [1]"),
-        ({"rope_scaling": {"rope_type": 7}}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 7"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 needs factor, high_freq_factor, low_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": 7}},
+            "rope_type must be one of default, linear, llama3, yarn, longrope, got 7",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "rope_type llama3 needs factor, high_freq_factor, low_freq_factor",
+        ),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3",
+        ),
         ({"model_type": ["qwen2"]}, "model_type must be a text, got ['qwen2']"),
-        ({"num_attention_heads": "8"}, "num_attention_heads must be an integer from 1 to 4096, got '8'"),
+        (
+            {"num_attention_heads": "8"},
+            "num_attention_heads must be an integer from 1 to 4096, got '8'",
+        ),
     ],
 )
 def test_the_model_must_be_of_a_supported_kind(run_dir: Path, problems, change, complaint):
@@ -91,9 +111,21 @@ def test_code_of_a_model_folder_is_said_not_to_run(run_dir: Path, problems, load
     for name in ("config.json", "tokenizer_config.json"):
         path = run_dir / "model" / name
         settings = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
-    words = ["--model.model_name_or_path", "model", "--data.dataset", "train.jsonl", "--data.input_key", "question",
-             "--data.output_key", "answer", "--data.max_len", "64"]  # fmt: skip
+        path.write_text(
+            json.dumps(settings | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}})
+        )
+    words = [
+        "--model.model_name_or_path",
+        "model",
+        "--data.dataset",
+        "train.jsonl",
+        "--data.input_key",
+        "question",
+        "--data.output_key",
+        "answer",
+        "--data.max_len",
+        "64",
+    ]
     for warnings in (load().warnings, load_supervised(words).warnings):
         (said,) = [each for each in warnings if "Python code" in each]
         assert "model names Python code of its own (auto_map), which is not executed" in said
@@ -101,16 +133,24 @@ def test_code_of_a_model_folder_is_said_not_to_run(run_dir: Path, problems, load
     (run_dir / "model/tokenizer.json").unlink()
     (run_dir / "model/vocab.json").touch()
     (message,) = problems()
-    assert "has a tokenizer that is Python code of its own, which is not executed; if you trust it, save" in message
+    assert (
+        "has a tokenizer that is Python code of its own, which is not executed; if you trust "
+        "it, save" in message
+    )
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.gguf", "c.00.pth"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.gguf", "c.00.pth"]
+)
 def test_weights_that_are_no_safetensors_are_refused(run_dir: Path, problems, name):
     (run_dir / "model" / name).touch()
     assert problems() == [], "beside safetensors nobody reads them"
     (run_dir / "model/model.safetensors").unlink()
     (message,) = problems()
-    assert f"model has its weights in {name} alone: safetensors are needed" in message and "save_pretrained" in message
+    assert (
+        f"model has its weights in {name} alone: safetensors are needed" in message
+        and "save_pretrained" in message
+    )
 
 
 def test_prompts_go_through_a_chat_template_only_if_there_is_one(run_dir: Path, problems):
@@ -127,7 +167,10 @@ def test_every_record_of_a_jsonl_file_is_looked_at(run_dir: Path, problems):
     good = path.read_text()
     path.write_text(good + '\n{"answer": "1"}\n{"question": null}\n{"question": "1+\n[1]\n')
     (message,) = problems()
-    assert "line 42 has no 'question', line 43 has an empty 'question', line 44 cannot be read: " in message
+    assert (
+        "line 42 has no 'question', line 43 has an empty 'question', line 44 cannot be read: "
+        in message
+    )
     assert "line 45 holds a list" in message and "mend or remove" in message
     path.write_text(good + "{}\n" * 7)
     assert "line 45 has no 'question', ...; mend" in problems()[0]
@@ -158,7 +201,10 @@ def write_records(path: Path, records: list[dict]) -> str:
         frame.to_parquet(path, index=False)
     else:
         table = pyarrow.Table.from_pandas(frame, preserve_index=False)
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as stream,
+        ):
             stream.write_table(table)
     return str(path)
 
@@ -181,7 +227,11 @@ def test_a_prompt_that_is_no_text_is_named_whatever_its_number(run_dir: Path, pr
     with (run_dir / "train.jsonl").open("a") as file:
         file.write(json.dumps({"question": prompt, "answer": "2"}) + "\n")
     (message,) = problems()
-    assert "train.jsonl" in message and "line 41 has a " in message and "which must be a text" in message
+    assert (
+        "train.jsonl" in message
+        and "line 41 has a " in message
+        and "which must be a text" in message
+    )
     messages = problems("--data.apply_chat_template")
     assert messages == [] if isinstance(prompt, list) else "line 41 has a " in messages[0]
 
@@ -292,7 +342,11 @@ def test_a_batch_of_rollouts_needs_enough_prompts(problems):
 
 def test_evaluation_without_a_dataset_is_no_evaluation(load):
     (warning,) = load("--eval.steps", "5").warnings
-    assert warning == "eval.steps has no effect: got 5, and eval.dataset is not set; set eval.dataset, or leave it out"
+    assert (
+        warning
+        == "eval.steps has no effect: got 5, and eval.dataset is not set; set eval.dataset, or "
+        "leave it out"
+    )
 
 
 def test_a_template_has_a_place_for_the_prompt(problems, load):
@@ -302,14 +356,19 @@ def test_a_template_has_a_place_for_the_prompt(problems, load):
     for template in ("Q: {}", "{0}", "{{a}} {}"):
         assert problems("--data.input_template", template) == [], template
     (warning,) = load("--data.input_template", "Q: {}", "--data.apply_chat_template").warnings
-    assert warning.startswith("data.input_template has no effect: got Q: {}, and data.apply_chat_template is on")
+    assert warning.startswith(
+        "data.input_template has no effect: got Q: {}, and data.apply_chat_template is on"
+    )
     assert "line break" in load("--data.input_template", "Q: {}\\n").warnings[0]
     assert load("--data.input_template", "Q: {}\n").warnings == ()
 
 
 def test_a_data_file_has_one_split(run_dir: Path, problems):
     assert problems("--data.prompt_dataset", "org/set", "--data.prompt_split", "test") == []
-    for words in (("--data.prompt_split", "test"), ("--eval.split", "test", "--eval.dataset", "train.jsonl")):
+    for words in (
+        ("--data.prompt_split", "test"),
+        ("--eval.split", "test", "--eval.dataset", "train.jsonl"),
+    ):
         (message,) = problems(*words)
         assert "train.jsonl is a file, which has one split, train: got 'test'" in message
 
@@ -317,7 +376,10 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("def reward(q): ...\n", "must define reward_func or reward_funcs at top level; it defines reward"),
+        (
+            "def reward(q): ...\n",
+            "must define reward_func or reward_funcs at top level; it defines reward",
+        ),
         ("def broken(:\n", "cannot be read as Python: SyntaxError"),
         ("class A:\n    def reward_func(self): ...\n", "must define reward_func"),
         ("def reward_func(q): ...\n", None),
@@ -327,7 +389,10 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
         ("reward_funcs = [print]\n", None),
         ("def compute_score(data_source, solution_str, ground_truth): ...\n", None),
         ("async def anything(*, completions): ...\n", None),
-        ("try:\n    from a import reward_func\nexcept ImportError:\n    reward_func = None\n", None),
+        (
+            "try:\n    from a import reward_func\nexcept ImportError:\n    reward_func = None\n",
+            None,
+        ),
         ("from rewards import *\n", None),
     ],
 )
@@ -345,7 +410,10 @@ def test_reward_sources(run_dir: Path, problems):
     assert "separated by commas" in problems("--reward.remote_url", "reward.py,http://a")[0]
     assert problems("--reward.remote_url", "http://a,http://b") == []
     for url in ("http://", "ftp://a/x", "http://a,https://", "http://[a"):
-        assert "reward.remote_url: a URL must be http(s)://HOST" in problems("--reward.remote_url", url)[0], url
+        assert (
+            "reward.remote_url: a URL must be http(s)://HOST"
+            in problems("--reward.remote_url", url)[0]
+        ), url
     assert "a source of rewards is required" in problems("--reward.remote_url", "null")[0]
     (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
     assert problems("--reward.remote_url", "null", "--train.agent_func_path", "agent.py") == []
@@ -359,14 +427,22 @@ def test_definitions_are_seen_without_running_the_file(tmp_path: Path):
     require_definition(str(tmp_path / "f.py"), "reward_func")
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- what is written
+# -------------------------------------------------------------------------------------------------
 
 
 def test_outputs_must_be_writable(run_dir: Path, problems):
     (run_dir / "file").touch()
     for option in ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir", "logger.metrics_path"):
-        (message,) = problems(f"--{option}", "file/below/x", *([] if option != "ckpt.output_dir" else
-                              ["--logger.metrics_path", "m", "--logger.figure_path", "f"]))  # fmt: skip
+        (message,) = problems(
+            f"--{option}",
+            "file/below/x",
+            *(
+                []
+                if option != "ckpt.output_dir"
+                else ["--logger.metrics_path", "m", "--logger.figure_path", "f"]
+            ),
+        )
         assert message.startswith(f"{option} must be writable") and "is a file" in message
     assert problems("--ckpt.output_dir", "not/yet/there") == []
 
@@ -374,8 +450,16 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
 @pytest.mark.parametrize(
     ("words", "writes", "reads"),
     [
-        (["--ckpt.output_dir", "model"], "ckpt.output_dir, logger.metrics_path, logger.figure_path", "actor.model"),
-        (["--ckpt.output_dir", "link"], "ckpt.output_dir, logger.metrics_path, logger.figure_path", "actor.model"),
+        (
+            ["--ckpt.output_dir", "model"],
+            "ckpt.output_dir, logger.metrics_path, logger.figure_path",
+            "actor.model",
+        ),
+        (
+            ["--ckpt.output_dir", "link"],
+            "ckpt.output_dir, logger.metrics_path, logger.figure_path",
+            "actor.model",
+        ),
         (["--ckpt.path", "model"], "ckpt.path", "actor.model"),
         (["--logger.metrics_path", "model/config.json"], "logger.metrics_path", "actor.model"),
         (["--logger.metrics_path", "train.jsonl"], "logger.metrics_path", "data.prompt_dataset"),
@@ -386,7 +470,11 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
         ),
         (["--logger.figure_path", "reward.py"], "logger.figure_path", "reward.remote_url"),
         (["--eval.dataset", "data", "--ckpt.path", "data/below"], "ckpt.path", "eval.dataset"),
-        (["--eval.dataset", "data", "--logger.metrics_path", "data/m.jsonl"], "logger.metrics_path", "eval.dataset"),
+        (
+            ["--eval.dataset", "data", "--logger.metrics_path", "data/m.jsonl"],
+            "logger.metrics_path",
+            "eval.dataset",
+        ),
     ],
 )
 def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, reads):
@@ -402,7 +490,13 @@ def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, rea
 def test_the_critic_is_neither_overwritten_nor_written_over_the_policy(run_dir: Path, problems):
     shutil.copytree(run_dir / "model", run_dir / "critic")
     shutil.copytree(run_dir / "model", run_dir / "out_critic")
-    words = ["--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2", "--ckpt.output_dir"]
+    words = [
+        "--algo.advantage.estimator",
+        "gae",
+        "--critic.num_gpus_per_node",
+        "2",
+        "--ckpt.output_dir",
+    ]
     other = ["--critic.model_name_or_path", "critic"]
     assert problems(*words, "out", *other) == []
     assert "read by critic.model_name_or_path" in problems(*words, "critic", *other)[0]
@@ -429,20 +523,33 @@ def test_outputs_may_lie_beside_and_below_a_model_and_above_the_inputs(problems)
 
 def test_file_outputs_are_two_files(problems):
     (message,) = problems("--logger.metrics_path", "model")
-    assert message.startswith("logger.metrics_path must be a file, ") and message.endswith("model is a folder")
+    assert message.startswith("logger.metrics_path must be a file, ") and message.endswith(
+        "model is a folder"
+    )
     (message,) = problems("--logger.metrics_path", "m", "--logger.figure_path", "m")
     assert "logger.metrics_path and logger.figure_path must be different files" in message
     (message,) = problems("--logger.metrics_path", "out/events.jsonl")
-    assert message.startswith("logger.metrics_path must not be events.jsonl in the folder of logger.metrics_path")
+    assert message.startswith(
+        "logger.metrics_path must not be events.jsonl in the folder of logger.metrics_path"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--profile.steps", "0-3"], "profile.steps must be a step or a range of steps, such as 5 or 5-7: got 0-3"),
+        (
+            ["--profile.steps", "0-3"],
+            "profile.steps must be a step or a range of steps, such as 5 or 5-7: got 0-3",
+        ),
         (["--profile.steps", "5,7"], "such as 5 or 5-7: got 5,7"),
-        (["--profile.steps", "7-5"], "profile.steps must not end before it begins: got 7-5; swap the two"),
-        (["--profile.steps", "5", "--profile.ranks", "0", "99"], "profile.ranks must be below actor.num_nodes"),
+        (
+            ["--profile.steps", "7-5"],
+            "profile.steps must not end before it begins: got 7-5; swap the two",
+        ),
+        (
+            ["--profile.steps", "5", "--profile.ranks", "0", "99"],
+            "profile.ranks must be below actor.num_nodes",
+        ),
         (["--profile.steps", "5-7", "--profile.ranks", "-1"], "profile.ranks: expected"),
         (["--logger.samples_every", "0"], "logger.samples_every: expected"),
     ],
@@ -450,10 +557,14 @@ def test_file_outputs_are_two_files(problems):
 def test_profiles_and_samples_that_cannot_be_taken(problems, words, said):
     (message,) = problems(*words)
     assert said in message
-    assert problems("--profile.steps", "5") == [] and problems("--profile.steps", "5-5", "--profile.ranks", "0") == []
+    assert (
+        problems("--profile.steps", "5") == []
+        and problems("--profile.steps", "5-5", "--profile.ranks", "0") == []
+    )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 PARAMETERS = 1000 * 3
@@ -462,18 +573,28 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def weights(run_dir):
-    save_file({"a": torch.zeros(1000, 2), "b": torch.zeros(1000, dtype=torch.bfloat16), "ids": torch.zeros(9).long()},
-              run_dir / "model/model.safetensors")  # fmt: skip
+    save_file(
+        {
+            "a": torch.zeros(1000, 2),
+            "b": torch.zeros(1000, dtype=torch.bfloat16),
+            "ids": torch.zeros(9).long(),
+        },
+        run_dir / "model/model.safetensors",
+    )
     return run_dir
 
 
 def test_resumable_checkpoints_need_no_other_option(load):
-    assert load("--ckpt.save_steps", "2", "--ckpt.load_enable", "--ckpt.async_enable").warnings == ()
+    assert (
+        load("--ckpt.save_steps", "2", "--ckpt.load_enable", "--ckpt.async_enable").warnings == ()
+    )
 
 
 def test_a_run_that_writes_nothing_is_refused(problems):
     (message,) = problems("--ckpt.save_steps", "5", "--ckpt.disable_ds")
-    assert message.startswith("ckpt.save_steps 5 writes nothing") and "add --ckpt.save_hf" in message
+    assert (
+        message.startswith("ckpt.save_steps 5 writes nothing") and "add --ckpt.save_hf" in message
+    )
     assert problems("--ckpt.save_steps", "5", "--ckpt.disable_ds", "--ckpt.save_hf") == []
 
 
@@ -481,7 +602,9 @@ def test_the_best_checkpoint_needs_a_known_metric_and_evaluations(problems):
     known = ("--eval.dataset", "train.jsonl", "--eval.steps", "2", "--ckpt.best_metric_key")
     assert problems(*known, "eval/accuracy") == []
     assert "must be one of eval/accuracy" in problems(*known, "accuracy")[0]
-    assert "set eval.dataset and eval.steps" in problems("--ckpt.best_metric_key", "eval/accuracy")[0]
+    assert (
+        "set eval.dataset and eval.steps" in problems("--ckpt.best_metric_key", "eval/accuracy")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -521,7 +644,11 @@ def test_the_size_of_a_checkpoint(weights, load, words, bytes_each):
 def test_a_disk_without_room_is_found_before_the_run(weights, problems, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 40_000))
     (message,) = problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16")
-    assert "takes about 42.0 kB" in message and "40.0 kB free" in message and "use another ckpt.path" in message
+    assert (
+        "takes about 42.0 kB" in message
+        and "40.0 kB free" in message
+        and "use another ckpt.path" in message
+    )
     assert "48.0 kB with the final weights, on the same disk" in message
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 48_000))
     assert problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16") == []

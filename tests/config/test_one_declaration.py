@@ -1,4 +1,5 @@
-"""An option is declared once, by its field: help, files, words, report, documentation and the loss know it then."""
+"""An option is declared once, by its field: help, files, words, report, documentation and the loss
+know it then."""
 
 from __future__ import annotations
 
@@ -43,13 +44,17 @@ def refused(words: list[str]) -> list[str]:
 
 def test_an_option_of_a_users_own_method(run_dir: Path, capsys, monkeypatch):
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
-    monkeypatch.setattr(preflight, "checkpoint_violations", lambda config: [])  # the model of run_dir has no tensors
+    # the model of run_dir has no tensors
+    monkeypatch.setattr(preflight, "checkpoint_violations", lambda config: [])
     (run_dir / "loud.py").write_text(METHOD)
     own = ["--algo.advantage.estimator", "custom", "--algo.module_path", "loud.py"]
     with pytest.raises(SystemExit):
         load_config([*own, "--help", "algo.custom"])
     shown = capsys.readouterr().out
-    assert "--algo.custom.loudness  <number > 0 and <= 10>\n       factor of every advantage [2]" in shown
+    assert (
+        "--algo.custom.loudness  <number > 0 and <= 10>\n       factor of every advantage [2]"
+        in shown
+    )
 
     (run_dir / "loud.yaml").write_text("algo:\n  custom:\n    loudness: 11\n")
     words = ["--config", "run.yaml", *own]
@@ -81,14 +86,20 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
         monkeypatch.setattr(module, "RunConfig", Config)
     with pytest.raises(SystemExit):
         load_config(["--help", "train"])
-    assert " + --train.patience  <integer >= 1>\n       steps without a gain" in capsys.readouterr().out
+    assert (
+        " + --train.patience  <integer >= 1>\n       steps without a gain"
+        in capsys.readouterr().out
+    )
     assert "| `train.patience` + | integer >= 1 | `5` | steps without a gain" in format_markdown()
     (run_dir / "more.yaml").write_text("train:\n  patience: 0\n")
     words = ["--config", "run.yaml", "--config", "more.yaml"]
     assert refused(words)[0] == "train.patience: expected integer >= 1, got 0 (more.yaml:2)"
     assert refused([*words[:2], "--train.patence", "3"])[0].endswith("did you mean train.patience?")
     config = load_config([*words, "--train.patience", "7"])
-    assert config.train.patience == 7 and "patience: 7  # set: command line (default: 5)" in format_config(config)
+    assert (
+        config.train.patience == 7
+        and "patience: 7  # set: command line (default: 5)" in format_config(config)
+    )
     assert not hasattr(upstream_args(config).train, "patience"), "OpenRLHF does not know it"
     with pytest.raises(Exception, match="frozen"):
         config.train.patience = 8

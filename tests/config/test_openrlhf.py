@@ -34,7 +34,9 @@ def actions() -> dict[str, argparse.Action]:
 
 def test_every_option_of_openrlhf_is_known_and_only_those_count_as_its_own(actions):
     assert len(actions) == 167
-    assert {name for name, option in option_table().items() if not option.info.added} == set(actions)
+    assert {name for name, option in option_table().items() if not option.info.added} == set(
+        actions
+    )
 
 
 def test_defaults_differ_only_where_documented(actions):
@@ -46,18 +48,32 @@ def test_defaults_differ_only_where_documented(actions):
         for name, action in actions.items()
         if plain(action.default) != option_table()[name].default and name != "logger.wandb.run_name"
     }
-    changed -= {"actor.muon.no_nesterov", "critic.muon.no_nesterov"}  # a second flag for muon.nesterov
+    # a second flag for muon.nesterov
+    changed -= {"actor.muon.no_nesterov", "critic.muon.no_nesterov"}
     assert changed <= {difference.name for difference in DIFFERENCES}
-    assert changed == {"algo.kl.init_coef", "vllm.num_engines", "vllm.sync_backend",
-                       "vllm.gpu_memory_utilization", "reward.clip_range", "ds.packing_samples",
-                       "eval.split"}  # fmt: skip
+    assert changed == {
+        "algo.kl.init_coef",
+        "vllm.num_engines",
+        "vllm.sync_backend",
+        "vllm.gpu_memory_utilization",
+        "reward.clip_range",
+        "ds.packing_samples",
+        "eval.split",
+    }
 
 
 def test_choices_differ_only_where_documented(actions):
-    changed = {name for name, action in actions.items() if tuple(action.choices or ()) != option_table()[name].choices}
+    changed = {
+        name
+        for name, action in actions.items()
+        if tuple(action.choices or ()) != option_table()[name].choices
+    }
     assert changed == {
-        "algo.advantage.estimator", "actor.lr_scheduler", "critic.lr_scheduler", "vllm.sync_backend",
-    }  # fmt: skip
+        "algo.advantage.estimator",
+        "actor.lr_scheduler",
+        "critic.lr_scheduler",
+        "vllm.sync_backend",
+    }
     assert changed <= {difference.name for difference in DIFFERENCES}
 
 
@@ -89,28 +105,42 @@ def test_the_namespace_holds_what_openrlhf_parses(load):
 
 
 def test_the_namespace_carries_the_values(load):
-    args = upstream_args(load("--train.seed", "7", "--actor.adam.betas", "0.8", "0.9", "--data.max_len", "128"))
+    args = upstream_args(
+        load("--train.seed", "7", "--actor.adam.betas", "0.8", "0.9", "--data.max_len", "128")
+    )
     assert (args.train.seed, args.actor.adam.betas, args.data.max_len) == (7, (0.8, 0.9), 128)
     assert args.actor.muon.nesterov is True
-    assert args.ds.param_dtype == "bf16"  # DeepspeedStrategy refuses anything else with ds.tensor_parallel_size > 1
+    # DeepspeedStrategy refuses anything else with ds.tensor_parallel_size > 1
+    assert args.ds.param_dtype == "bf16"
     assert args.algo.kl.init_coef == 0
 
 
 def test_the_namespace_is_fixed_up_as_openrlhf_does(load, run_dir):
     args = upstream_args(load("--megatron.tensor_parallel_size", "2"))
     assert (args.ds.tensor_parallel_size, args.ds.ring_attn_size) == (2, 1)
-    args = upstream_args(load("--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
-                "--megatron.pipeline_parallel_size", "2"))  # fmt: skip
+    args = upstream_args(
+        load(
+            "--actor.num_gpus_per_node",
+            "4",
+            "--megatron.tensor_parallel_size",
+            "2",
+            "--megatron.pipeline_parallel_size",
+            "2",
+        )
+    )
     assert args.ds.tensor_parallel_size == 4
     assert args.actor.eps_clip_low_high == (0.2, 0.2)
     assert args.reward.remote_url == [str(run_dir / "reward.py")]
     assert args.rollout.vllm_generate_batch_size == 8
     assert args.critic.model_name_or_path is None
-    assert args.algo.advantage.is_correction_level == "token"  # so that the engines' log-probs are recorded
+    # so that the engines' log-probs are recorded
+    assert args.algo.advantage.is_correction_level == "token"
     assert args.algo.advantage.is_correction_threshold == [0.5, 5.0]
     assert args.reward.overlong_buffer_len is None
     (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
-    agent = upstream_args(load("--reward.remote_url", "null", "--train.agent_func_path", "agent.py"))
+    agent = upstream_args(
+        load("--reward.remote_url", "null", "--train.agent_func_path", "agent.py")
+    )
     assert agent.reward.remote_url == ["agent"]
 
 
@@ -121,19 +151,34 @@ def test_loading_twice_gives_independent_namespaces(load):
 
 
 def test_the_script_of_the_migration_guide_comes_to_what_openrlhf_parses(run_dir):
-    """Every option has the value that OpenRLHF gives it, or a line or the table of other defaults names it."""
-    block = (ROOT / "docs/migration.md").read_text().split("as a dry run -->\n```bash\n")[1].split("```")[0]
+    """Every option has the value that OpenRLHF gives it, or a line or the table of other defaults
+    names it."""
+    block = (
+        (ROOT / "docs/migration.md")
+        .read_text()
+        .split("as a dry run -->\n```bash\n")[1]
+        .split("```")[0]
+    )
     text = block.removeprefix("python -m openrlhf_ext.cli.train_ppo_ray")
-    files = {"OpenRLHF/Llama-3-8b-sft-mixture": "model", "OpenRLHF/prompt-collection-v0.1": "train.jsonl",
-             "/openrlhf/examples/python/reward_func.py": "reward.py"}  # fmt: skip
+    files = {
+        "OpenRLHF/Llama-3-8b-sft-mixture": "model",
+        "OpenRLHF/prompt-collection-v0.1": "train.jsonl",
+        "/openrlhf/examples/python/reward_func.py": "reward.py",
+    }
     given = {name: str(run_dir / file) for name, file in files.items()}
     words = [given.get(word, word) for word in shlex.split(text.replace("\\\n", " "))]
-    (run_dir / "model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 2048}))
+    (run_dir / "model/config.json").write_text(
+        json.dumps(MODEL | {"max_position_embeddings": 2048})
+    )
     config = load_config(words, files=False)
-    theirs = [word for word in words if word != "--algo.advantage.is_correction_enable"]  # a name of 0.11.0
+    # a name of 0.11.0
+    theirs = [word for word in words if word != "--algo.advantage.is_correction_enable"]
     said = " ".join(config.warnings) + " ".join(difference.name for difference in DIFFERENCES)
     parsed = vars(upstream_parser().parse_args(theirs))
     del parsed["logger.wandb.run_name"]  # the time
-    differ = {name: (value, value_of(config, name)) for name, value in parsed.items()
-              if name in option_table() and value_text(value) != value_text(value_of(config, name))}  # fmt: skip
+    differ = {
+        name: (value, value_of(config, name))
+        for name, value in parsed.items()
+        if name in option_table() and value_text(value) != value_text(value_of(config, name))
+    }
     assert {name: pair for name, pair in differ.items() if name not in said} == {}

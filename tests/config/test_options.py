@@ -19,8 +19,11 @@ FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = [
-    path for folder in ("", "recipes", "layouts") for path in (CONFIGS / folder).glob("*.yaml") if path.stem != "papers"
-]  # fmt: skip
+    path
+    for folder in ("", "recipes", "layouts")
+    for path in (CONFIGS / folder).glob("*.yaml")
+    if path.stem != "papers"
+]
 REFUSED = [name for name, option in option_table().items() if option.unsupported is not None]
 OTHER_VALUE = {"integer": "77", "number": "0.125", "text": "other", "true or false": None}
 
@@ -39,17 +42,26 @@ def other_words(name: str) -> list[str]:
 def test_the_names_are_frozen():
     """The flags are a public interface: users' scripts depend on them."""
     frozen = FROZEN.read_text().split()
-    names = {name + (".*" if option.arity == "open" else "") for name, option in option_table().items()}
-    methods = {f"algo.{name}.*" for name in ESTIMATORS}  # a new one is a new file in algorithms/methods, and no more
-    assert sorted(names - set(frozen) - methods) == [], "new options: add them to tests/config/options.txt"
-    assert sorted(set(frozen) - names) == [], "removed options: users' scripts break; deprecate first"
+    names = {
+        name + (".*" if option.arity == "open" else "") for name, option in option_table().items()
+    }
+    # a new one is a new file in algorithms/methods, and no more
+    methods = {f"algo.{name}.*" for name in ESTIMATORS}
+    assert sorted(names - set(frozen) - methods) == [], (
+        "new options: add them to tests/config/options.txt"
+    )
+    assert sorted(set(frozen) - names) == [], (
+        "removed options: users' scripts break; deprecate first"
+    )
     assert frozen == sorted(frozen)
 
 
 def test_the_document_holds_the_current_table():
     begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
     written = DOCUMENT.read_text().split(begin)[1].split(end)[0]
-    assert written == format_markdown(), "put the output of `python benchmarks/option_tables.py` between the marks"
+    assert written == format_markdown(), (
+        "put the output of `python benchmarks/option_tables.py` between the marks"
+    )
 
 
 def test_the_schema_is_current():
@@ -63,7 +75,9 @@ def faults():
     """What an editor would mark in the text of a YAML file."""
     validator = Draft202012Validator(json.loads(SCHEMA.read_text()))
     validator.check_schema(validator.schema)
-    return lambda text: [error.message for error in validator.iter_errors(yaml.load(text, ConfigLoader))]
+    return lambda text: [
+        error.message for error in validator.iter_errors(yaml.load(text, ConfigLoader))
+    ]
 
 
 def test_every_file_names_the_schema_and_holds(faults):
@@ -102,7 +116,8 @@ def test_the_schema_has_meaning_and_default_of_every_option():
             assert about["deprecated"] and option.unsupported.instead in about["description"]
         elif option.arity != "open":
             assert about["description"] == option.help, name
-            assert about.get("default") == json.loads(json.dumps(option.default)), name  # none where a run makes it
+            # none where a run makes it
+            assert about.get("default") == json.loads(json.dumps(option.default)), name
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in STANDS_FOR])
@@ -112,7 +127,9 @@ def test_what_is_not_built_is_refused_and_what_means_nothing_here_is_a_line(name
         (message,) = problems(f"--{name}", *words)
     else:
         (message,) = load(f"--{name}", *words).warnings
-    assert message.startswith(f"{name} is not ") and f"got {' '.join(words)} (command line)" in message
+    assert (
+        message.startswith(f"{name} is not ") and f"got {' '.join(words)} (command line)" in message
+    )
     default = option_table()[name].shown_default
     assert problems(f"--{name}", *default.split(" ")) == [] and load().warnings == ()
 

@@ -21,13 +21,24 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 STATED = yaml.safe_load((Path(__file__).parent / "stated.yaml").read_text())
 PUBLISHED = [recipe for recipe in RECIPES if recipe.stem in STATED]
 VARIANTS = {  # what the recipes name in their comments and docs/papers.md in its table
-    "llama3.1_8b_gtpo_conflict": ["--rollout.n_samples_per_prompt", "12", "--train.batch_size", "12"],
+    "llama3.1_8b_gtpo_conflict": [
+        "--rollout.n_samples_per_prompt",
+        "12",
+        "--train.batch_size",
+        "12",
+    ],
     "llama3.1_8b_grpo": ["--algo.grpo.kl_coef", "1e-6"],
     "qwen2.5_3b_grpo": ["--algo.grpo.kl_coef", "0.04"],
-    "qwen2.5_32b_dapo": ["--algo.dynamic_filtering_enable", "false", "--algo.dapo.degenerate", "literal"],
+    "qwen2.5_32b_dapo": [
+        "--algo.dynamic_filtering_enable",
+        "false",
+        "--algo.dapo.degenerate",
+        "literal",
+    ],
     "qwen2.5_7b_kl_cov": ["--algo.kl_cov.cov_ratio", "2e-4"],
-}  # fmt: skip
-STRETCHED = {"qwen2.5_7b_128k_grpo": "qwen2.5-7b", "qwen3_32b_64k_grpo": "qwen3-32b"}  # the model of a copy
+}
+# the model of a copy
+STRETCHED = {"qwen2.5_7b_128k_grpo": "qwen2.5-7b", "qwen3_32b_64k_grpo": "qwen3-32b"}
 
 
 @pytest.fixture
@@ -35,11 +46,19 @@ def load_recipe(run_dir: Path):
     """Loads a recipe with a model, data and a reward given, and more words."""
     record = json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n"
     (run_dir / "train.jsonl").write_text(record * 1024)
-    yours = ["--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl", "--reward.remote_url"]
+    yours = [
+        "--actor.model_name_or_path",
+        "model",
+        "--data.prompt_dataset",
+        "train.jsonl",
+        "--reward.remote_url",
+    ]
 
     def load(recipe: Path, *words: str) -> RunConfig:
         shape = MIXTURE if "expert_parallel_size" in recipe.read_text() else MODEL
-        (run_dir / "model/config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1 << 17}))
+        (run_dir / "model/config.json").write_text(
+            json.dumps(shape | {"max_position_embeddings": 1 << 17})
+        )
         evaluated = ["--eval.dataset", "train.jsonl"] if "\neval." in recipe.read_text() else []
         return load_config(["--config", str(recipe), *yours, "reward.py", *evaluated, *words])
 
@@ -51,20 +70,26 @@ def test_recipes_hold_once_model_data_and_reward_are_given(load_recipe, recipe: 
     config = load_recipe(recipe)
     assert config.warnings == ()
     found = preflight.findings(config)
-    assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []  # no weights here
+    # no weights here
+    assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []
     assert found.warnings == ()
 
 
 # a search takes seconds, and differs by the model
-PLANNED = {yaml.safe_load(recipe.read_text())["actor.model_name_or_path"]: recipe for recipe in PUBLISHED}
+PLANNED = {
+    yaml.safe_load(recipe.read_text())["actor.model_name_or_path"]: recipe for recipe in PUBLISHED
+}
 
 
 def stretched(recipe: Path, folder: Path) -> list[str]:
-    """The model of a recipe that is a copy with another entry in its config.json, as an option; else none."""
+    """The model of a recipe that is a copy with another entry in its config.json, as an option;
+    else none."""
     if recipe.stem not in STRETCHED:
         return []
     entry = re.search(r'^#   ("rope_scaling": .+)$', recipe.read_text(), flags=re.MULTILINE)
-    config = json.loads((RECIPES[0].parents[1] / "models" / STRETCHED[recipe.stem] / "config.json").read_text())
+    config = json.loads(
+        (RECIPES[0].parents[1] / "models" / STRETCHED[recipe.stem] / "config.json").read_text()
+    )
     scaled = config | {"max_position_embeddings": 32768} | json.loads(f"{{{entry[1]}}}")
     (folder / "stretched").mkdir()
     (folder / "stretched/config.json").write_text(json.dumps(scaled))
@@ -73,20 +98,32 @@ def stretched(recipe: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: Path, capsys):
-    """Its model's shape is that of configs/models; only the toy policy is made first. One of each model is planned."""
+    """Its model's shape is that of configs/models; only the toy policy is made first. One of each
+    model is planned."""
     (run_dir / "model/model.safetensors").unlink()
-    toy = ["--actor.model_name_or_path", "model"] if recipe.stem == "smoke_cpu" else stretched(recipe, run_dir)
+    toy = (
+        ["--actor.model_name_or_path", "model"]
+        if recipe.stem == "smoke_cpu"
+        else stretched(recipe, run_dir)
+    )
     if "\neval." in recipe.read_text():
         toy += ["--eval.dataset", "train.jsonl"]
-    is_here = "--actor.model_name_or_path" in toy  # else a hub's: every rank can be built, and no more be said
+    # else a hub's: every rank can be built, and no more be said
+    is_here = "--actor.model_name_or_path" in toy
     status = train_ppo_ray.main(["--config", str(recipe), *toy, "--dry_run"])
     assert status == (0 if is_here else 3)
     first, *others = capsys.readouterr().out.splitlines()
     given = "would start, once data.prompt_dataset and reward.remote_url are given"
-    assert first.startswith(given if is_here else "cannot say: actor.model_name_or_path ") and "fit" not in first
+    assert (
+        first.startswith(given if is_here else "cannot say: actor.model_name_or_path ")
+        and "fit" not in first
+    )
     assert others[-1] == first, "the verdict stands at the end too"
     screen = others[: others.index("the configuration as it was resolved:")]
-    assert any(line.startswith("memory of the fullest GPU") for line in screen[:3]) and len(screen) <= 50
+    assert (
+        any(line.startswith("memory of the fullest GPU") for line in screen[:3])
+        and len(screen) <= 50
+    )
     if recipe in PLANNED.values() or recipe not in PUBLISHED:
         assert plan.main(["--config", str(recipe), *toy]) == 0
 
@@ -98,7 +135,8 @@ def test_a_dry_run_says_what_does_not_fit(capsys):
     assert train_ppo_ray.main([*recipe, *large, "--actor.model_name_or_path", model]) == 0
     out = capsys.readouterr().out
     assert re.match(
-        r"would start, once .*, but it does not fit on an H100 .*: memory while training: [\d.]+ GiB are missing, "
+        r"would start, once .*, but it does not fit on an H100 .*: memory while training: [\d.]+ "
+        r"GiB are missing, "
         r"and activations is the largest part; openrlhf-ext plan finds what does\n",
         out,
     )
@@ -110,7 +148,9 @@ def test_variants_of_recipes_hold(load_recipe, name: str):
     config = load_recipe(recipe, *VARIANTS[name])
     found = preflight.findings(config)
     assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []
-    assert (*config.warnings, *found.warnings) in ((), config.warnings) and len(config.warnings) <= 1
+    assert (*config.warnings, *found.warnings) in ((), config.warnings) and len(
+        config.warnings
+    ) <= 1
     assert all("rollout.max_filter_batches has no effect" in warning for warning in config.warnings)
 
 
@@ -159,7 +199,9 @@ def test_every_transcript_has_its_recipe():
 
 
 def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):
-    (run_dir / "train.jsonl").write_text((json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n") * 32)
+    (run_dir / "train.jsonl").write_text(
+        (json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n") * 32
+    )
     quickstart = RECIPES[0].parents[1] / "quickstart.yaml"
     words = ["--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl"]
     config = load_config(["--config", str(quickstart), *words, "--reward.remote_url", "reward.py"])
@@ -169,13 +211,18 @@ def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):
     assert all("set eval.dataset, or leave it out" in warning for warning in config.warnings)
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in STRETCHED], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.stem in STRETCHED], ids=lambda path: path.stem
+)
 def test_the_table_of_long_recipes_is_what_plan_sums(run_dir: Path, recipe: Path):
     words = ["--config", str(recipe), *stretched(recipe, run_dir)]
     laid_out = Planner(load_config(words, files=False)).as_configured()
     sampling, training = (moment.total for moment in laid_out.moments)
     sums = training, laid_out.moments[1].parts["activations"], sampling
-    row = f"{' | '.join(f'{size / GIB:.1f}' for size in sums)} | {sum(laid_out.host.values()) / GIB:.0f} |"
+    row = (
+        f"{' | '.join(f'{size / GIB:.1f}' for size in sums)} | "
+        f"{sum(laid_out.host.values()) / GIB:.0f} |"
+    )
     table = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
     (line,) = (line for line in table.splitlines() if line.startswith(f"| `{recipe.stem}`"))
     assert line.endswith(row), row

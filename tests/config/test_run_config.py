@@ -14,7 +14,9 @@ def options_of(load, *words: str) -> dict:
 NO_KL = ("--algo.kl.init_coef", "0")
 
 
-@pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {"gtpo_entropy", "grpo_s", "on_policy_distillation"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ESTIMATORS} - {"gtpo_entropy", "grpo_s", "on_policy_distillation"})
+)
 def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
     assert algorithm_options(load("--algo.advantage.estimator", name, *NO_KL)) == (name, {}, None)
 
@@ -22,10 +24,19 @@ def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
 def test_options_without_a_default_get_the_published_values(load):
     gtpo = ["--algo.advantage.estimator", "gtpo_entropy"]
     assert options_of(load, *gtpo) == {"alpha1": 1.0, "alpha2": 0.1}
-    assert options_of(load, *gtpo, "--algo.gtpo_entropy.alpha2", "0.2") == {"alpha1": 1.0, "alpha2": 0.2}
+    assert options_of(load, *gtpo, "--algo.gtpo_entropy.alpha2", "0.2") == {
+        "alpha1": 1.0,
+        "alpha2": 0.2,
+    }
     assert options_of(load, *gtpo, "--algo.gtpo_entropy.version", "v1") == {"version": "v1"}
     assert options_of(load, "--algo.advantage.estimator", "grpo_s") == {"beta1": 1.0, "beta2": 0.1}
-    papers = [*NO_KL, "--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.agg", "seq-mean-token-sum-norm"]
+    papers = [
+        *NO_KL,
+        "--algo.advantage.estimator",
+        "dr_grpo",
+        "--algo.dr_grpo.agg",
+        "seq-mean-token-sum-norm",
+    ]
     assert options_of(load, *papers) == {"agg": "seq-mean-token-sum-norm", "l_norm": 64}
     assert options_of(load, *papers, "--algo.dr_grpo.l_norm", "8")["l_norm"] == 8
     by_agg = options_of(load, "--algo.grpo.agg", "seq-mean-token-sum-norm")
@@ -33,9 +44,20 @@ def test_options_without_a_default_get_the_published_values(load):
 
 
 def test_flags_of_openrlhf_set_options_of_the_estimator(load):
-    words = ["--actor.eps_clip_low_high", "0.2", "0.3", "--actor.dual_clip", "10", "--actor.loss_agg_mode",
-             "seq-mean-token-mean", "--algo.advantage.no_std_norm", "--reward.overlong_buffer_len", "16",
-             "--reward.overlong_penalty_factor", "0.5"]  # fmt: skip
+    words = [
+        "--actor.eps_clip_low_high",
+        "0.2",
+        "0.3",
+        "--actor.dual_clip",
+        "10",
+        "--actor.loss_agg_mode",
+        "seq-mean-token-mean",
+        "--algo.advantage.no_std_norm",
+        "--reward.overlong_buffer_len",
+        "16",
+        "--reward.overlong_penalty_factor",
+        "0.5",
+    ]
     assert options_of(load, *words) == {
         "clip_low": 0.2,
         "clip_high": 0.3,
@@ -55,7 +77,14 @@ def test_a_flag_given_its_default_acts_and_an_absent_one_does_not(load):
 
 
 def test_only_the_options_of_the_chosen_estimator_count(load):
-    words = ["--algo.advantage.estimator", "dapo", "--algo.grpo.clip_low", "9", "--algo.dapo.clip_low", "0.1"]
+    words = [
+        "--algo.advantage.estimator",
+        "dapo",
+        "--algo.grpo.clip_low",
+        "9",
+        "--algo.dapo.clip_low",
+        "0.1",
+    ]
     assert options_of(load, *words) == {"clip_low": 0.1}
 
 
@@ -63,12 +92,18 @@ def test_importance_correction(load):
     prefix = "--algo.advantage.is_correction_"
     assert algorithm_options(load())[2] is None
     assert algorithm_options(load(f"{prefix}level", "token"))[2] == {
-        "level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 5.0]
-    }  # fmt: skip
+        "level": "token",
+        "mode": "mask",
+        "gating": "ratio",
+        "threshold": [0.5, 5.0],
+    }
     words = [f"{prefix}level", "seq", f"{prefix}gating", "binary_kl", f"{prefix}threshold", "0.01"]
     assert algorithm_options(load(*words))[2] == {
-        "level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.01]
-    }  # fmt: skip
+        "level": "seq",
+        "mode": "mask",
+        "gating": "binary_kl",
+        "threshold": [0.0, 0.01],
+    }
 
 
 @pytest.mark.parametrize(("name", "ours"), [("gtpo", "gtpo_conflict"), ("ppo", "gae")])
@@ -78,30 +113,54 @@ def test_other_names_of_estimators_are_refused_with_ours(problems, name, ours):
 
 
 def test_flags_of_openrlhf_reach_its_own_estimators(load):
-    words = ["--actor.policy_loss_type", "gspo", "--reward.clip_range", "-1", "2", "--algo.advantage.gamma", "0.9",
-             "--reward.stop_properly_penalty_coef", "0.5", "--algo.advantage.no_std_norm"]  # fmt: skip
+    words = [
+        "--actor.policy_loss_type",
+        "gspo",
+        "--reward.clip_range",
+        "-1",
+        "2",
+        "--algo.advantage.gamma",
+        "0.9",
+        "--reward.stop_properly_penalty_coef",
+        "0.5",
+        "--algo.advantage.no_std_norm",
+    ]
     flags = {"policy_loss_type": "gspo", "reward_clip": (-1, 2), "stop_properly": 0.5}
     whitened = flags | {"normalize_std": False}
     for name, wanted in (
-        ("reinforce", whitened | {"gamma": 0.9}), ("reinforce_baseline", whitened), ("rloo", flags),
-        ("group_norm", flags), ("dr_grpo", flags),
-    ):  # fmt: skip
+        ("reinforce", whitened | {"gamma": 0.9}),
+        ("reinforce_baseline", whitened),
+        ("rloo", flags),
+        ("group_norm", flags),
+        ("dr_grpo", flags),
+    ):
         assert options_of(load, "--algo.advantage.estimator", name, *words, *NO_KL) == wanted
 
 
-@pytest.mark.parametrize("name", ["reinforce", "flash_reinforce", "reinforce_baseline", "rloo", "group_norm"])
+@pytest.mark.parametrize(
+    "name", ["reinforce", "flash_reinforce", "reinforce_baseline", "rloo", "group_norm"]
+)
 def test_one_response_per_prompt_is_enough_where_nothing_is_compared(problems, name):
     found = problems(
-        "--algo.advantage.estimator", name, "--rollout.n_samples_per_prompt", "1", "--train.batch_size", "2"
+        "--algo.advantage.estimator",
+        name,
+        "--rollout.n_samples_per_prompt",
+        "1",
+        "--train.batch_size",
+        "2",
     )
     compares = [message for message in found if "must be at least 2" in message]
     assert len(compares) == (name not in SINGLE), found
 
 
 def test_options_can_be_given_by_programs(build):
-    config = build({"algo.advantage.estimator": "dapo", "algo.dapo": {"length_penalty": {"kind": "grop"}}})
+    config = build(
+        {"algo.advantage.estimator": "dapo", "algo.dapo": {"length_penalty": {"kind": "grop"}}}
+    )
     assert algorithm_options(config)[1] == {"length_penalty": {"kind": "grop"}}
-    with pytest.raises(ConfigError, match=r"unknown option train.sead \(code\); did you mean train.seed"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option train.sead \(code\); did you mean train.seed"
+    ):
         build({"train.sead": 1})
 
 
@@ -132,12 +191,19 @@ def test_other_estimators_measure_no_initial_entropy(load):
 GROP = ["--reward.length_penalty.kind", "grop", "--reward.length_penalty.grop_gamma1", "0.7"]
 
 
-@pytest.mark.parametrize("estimator", ["gtpo_entropy", "grpo_s", "dapo", "grpo", "high_entropy_tokens", "gae"])
+@pytest.mark.parametrize(
+    "estimator", ["gtpo_entropy", "grpo_s", "dapo", "grpo", "high_entropy_tokens", "gae"]
+)
 def test_one_length_penalty_is_that_of_every_estimator(load, estimator):
     words = [*NO_KL, "--algo.advantage.estimator", estimator]
     by_section = options_of(load, *words, *GROP)
     assert (by_section["length_penalty"], by_section["grop_gamma1"]) == ({"kind": "grop"}, 0.7)
-    own = [f"--algo.{estimator}.length_penalty", "{kind: grop}", f"--algo.{estimator}.grop_gamma1", "0.7"]
+    own = [
+        f"--algo.{estimator}.length_penalty",
+        "{kind: grop}",
+        f"--algo.{estimator}.grop_gamma1",
+        "0.7",
+    ]
     assert options_of(load, *words, *own) == by_section, "the estimator's own name goes on working"
     assert options_of(load, *words, *own, *GROP) == by_section
     assert "length_penalty" not in options_of(load, *words)
@@ -146,13 +212,18 @@ def test_one_length_penalty_is_that_of_every_estimator(load, estimator):
 def test_two_length_penalties_are_refused(problems):
     words = ["--algo.advantage.estimator", "dapo", *GROP]
     (two,) = problems(*words, "--algo.dapo.length_penalty", "{kind: dapo, l_max: 8, l_cache: 2}")
-    assert "reward.length_penalty.kind and algo.dapo.length_penalty set the same thing to two values" in two
+    assert (
+        "reward.length_penalty.kind and algo.dapo.length_penalty set the same thing to two values"
+        in two
+    )
     (two,) = problems(*words, "--reward.overlong_buffer_len", "16")
     assert "both set the penalty on long responses: got 16 and grop; keep one of them" in two
 
 
 def test_a_length_penalty_that_lacks_lengths_or_does_not_read_them_says_so(load, problems):
-    (missing,) = problems("--reward.length_penalty.kind", "tan_v1", "--reward.length_penalty.L1", "4")
+    (missing,) = problems(
+        "--reward.length_penalty.kind", "tan_v1", "--reward.length_penalty.L1", "4"
+    )
     assert missing == "reward.length_penalty kind 'tan_v1' requires L2"
     warnings = load(*NO_KL, *GROP, "--reward.length_penalty.l_max", "9").warnings
     assert [w for w in warnings if "reward.length_penalty.l_max has no effect" in w]

@@ -1,4 +1,5 @@
-"""OpenRLHF's command-line parser: it lives in the main block of a module that imports Ray and vLLM."""
+"""OpenRLHF's command-line parser: it lives in the main block of a module that imports Ray and
+vLLM."""
 
 from __future__ import annotations
 

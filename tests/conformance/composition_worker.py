@@ -1,5 +1,5 @@
-"""What the ranks of ``test_parallel_composition`` run: a train step in a layout, as it is or with a fault, and what
-each rank sees of it."""
+"""What the ranks of ``test_parallel_composition`` run: a train step in a layout, as it is or with a
+fault, and what each rank sees of it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,19 @@ MEGATRONS_LOSSES = (
     "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler.apply",
 )
 FOREIGN = (
-    "CrossAttention", "MultiTokenPrediction", "GatedDeltaNet", "LLaVA", "MegatronFSDP", "FullyShardedDataParallel",
-)  # fmt: skip
-# a group's name -> the coordinates (``layout.place``) in which its ranks differ, among those that divide the same ranks
-_DENSE, _EXPERTS = ("tensor", "context", "stage", "replica"), ("expert_tensor", "expert", "stage", "expert_replica")
+    "CrossAttention",
+    "MultiTokenPrediction",
+    "GatedDeltaNet",
+    "LLaVA",
+    "MegatronFSDP",
+    "FullyShardedDataParallel",
+)
+# a group's name -> the coordinates (``layout.place``) in which its ranks differ, among those that
+# divide the same ranks
+_DENSE, _EXPERTS = (
+    ("tensor", "context", "stage", "replica"),
+    ("expert_tensor", "expert", "stage", "expert_replica"),
+)
 GROUPS = {
     "tp": (_DENSE, ("tensor",)), "cp": (_DENSE, ("context",)), "pp": (_DENSE, ("stage",)), "dp": (_DENSE, ("replica",)),
     "tp_cp": (_DENSE, ("tensor", "context")), "dp_cp": (_DENSE, ("context", "replica")),
@@ -45,7 +54,9 @@ GROUPS = {
 def run(cases: list[dict], batches: dict[str, SequenceBatch]) -> list[dict]:
     results = []
     for case in cases:
-        policy_settings = settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
+        policy_settings = settings(
+            case, dist.get_world_size() if dist.is_initialized() else case["world_size"]
+        )
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         results.append(run_case(MegatronPolicy(policy_settings), case, batches[case["batch"]]))
         parallel_state.destroy_model_parallel()
@@ -66,10 +77,17 @@ def run_case(policy: MegatronPolicy, case: dict, batch: SequenceBatch) -> dict:
         grads = {name: grad.clone() for name, grad in policy.export(main_grad)}
         norm = policy.optimizer_step()["grad_norm"]
     return {
-        "metrics": metrics, "grads": grads, "grad_norm": norm, "copies": copies, "shards": shards, "groups": groups,
-        "unused": unused_in(policy) + [name for name, loss in losses.items() if loss.called] + masks,
+        "metrics": metrics,
+        "grads": grads,
+        "grad_norm": norm,
+        "copies": copies,
+        "shards": shards,
+        "groups": groups,
+        "unused": unused_in(policy)
+        + [name for name, loss in losses.items() if loss.called]
+        + masks,
         "padded": any(padded),
-    }  # fmt: skip
+    }
 
 
 def main_grad(parameter: torch.nn.Parameter) -> Tensor:
@@ -77,8 +95,9 @@ def main_grad(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def compared_over_tensor_ranks(policy: MegatronPolicy) -> tuple[dict[str, float], dict[str, float]]:
-    """How far the tensor-parallel ranks' gradients of a parameter are from each other, relative to their size: of
-    parameters that Megatron takes for copies, and of those that it takes for shards."""
+    """How far the tensor-parallel ranks' gradients of a parameter are from each other, relative to
+    their size: of parameters that Megatron takes for copies, and of those that it takes for
+    shards."""
     group = parallel_state.get_tensor_model_parallel_group()
     copies: dict[str, float] = {}
     shards: dict[str, float] = {}
@@ -89,7 +108,10 @@ def compared_over_tensor_ranks(policy: MegatronPolicy) -> tuple[dict[str, float]
             grad = main_grad(parameter).contiguous()
             every = [torch.empty_like(grad) for _ in range(group.size())]
             dist.all_gather(every, grad, group=group)
-            apart = max(float((other - every[0]).norm() / every[0].norm().clamp_min(1e-12)) for other in every)
+            apart = max(
+                float((other - every[0]).norm() / every[0].norm().clamp_min(1e-12))
+                for other in every
+            )
             found = shards if getattr(parameter, "tensor_model_parallel", False) else copies
             found[name] = apart
     return copies, shards
@@ -110,7 +132,10 @@ def wrong_groups(policy: MegatronPolicy) -> list[str]:
             for name, group in held_groups(module):
                 name = f"expt_{name}" if name == "tp" and path.endswith(".experts") else name
                 if name in GROUPS and dist.get_process_group_ranks(group) != ranks(name):
-                    wrong.append(f"{path}: {name} is {dist.get_process_group_ranks(group)}, not {ranks(name)}")
+                    wrong.append(
+                        f"{path}: {name} is {dist.get_process_group_ranks(group)}, not "
+                        f"{ranks(name)}"
+                    )
     return wrong
 
 
@@ -125,24 +150,34 @@ def held_groups(module: torch.nn.Module) -> Iterator[tuple[str, dist.ProcessGrou
 
 
 def unused_in(policy: MegatronPolicy) -> list[str]:
-    """What our models have of the parts and switches of Megatron that the findings need: nothing, as it should be."""
+    """What our models have of the parts and switches of Megatron that the findings need: nothing,
+    as it should be."""
     config, found = policy.config, []
     for chunk in policy.models:
         kinds = {type(module).__name__ for module in chunk.modules()}
         found += [kind for kind in kinds if kind.startswith(FOREIGN)]
-        found += [name for name, _ in chunk.named_parameters() if "softmax_offset" in name or "mtp" in name]
+        found += [
+            name
+            for name, _ in chunk.named_parameters()
+            if "softmax_offset" in name or "mtp" in name
+        ]
         assert isinstance(chunk, TrainedChunk)
         found += ["Megatron-FSDP"] * bool(chunk.ddp_config.use_megatron_fsdp)
     expected = {
-        "calculate_per_token_loss": True, "mtp_num_layers": None, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
-        "distribute_saved_activations": False, "window_size": None,
-    }  # fmt: skip
+        "calculate_per_token_loss": True,
+        "mtp_num_layers": None,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "distribute_saved_activations": False,
+        "window_size": None,
+    }
     return found + [name for name, value in expected.items() if getattr(config, name) != value]
 
 
 @contextlib.contextmanager
 def routers_watched() -> Iterator[tuple[list[str], list[bool]]]:
-    """Collects padding masks that routers are called with, and whether a pack has tokens of no sequence."""
+    """Collects padding masks that routers are called with, and whether a pack has tokens of no
+    sequence."""
     masks: list[str] = []
     padded: list[bool] = []
     plain = experts.Router.routing
@@ -157,13 +192,15 @@ def routers_watched() -> Iterator[tuple[list[str], list[bool]]]:
         yield masks, padded
 
 
-# ---- faults, each as a finding has it -------------------------------------------------------------------------------
+# ---- faults, each as a finding has it
+# -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def shards_of_other_ranks(policy: MegatronPolicy) -> Iterator[None]:
-    """1, 2: a loss whose ranks do not hold the shards of one vocabulary, which it takes them for. (The whole vocabulary
-    on every rank the head refuses, or finds the same loss: rows behind the last token count as padding.)"""
+    """1, 2: a loss whose ranks do not hold the shards of one vocabulary, which it takes them for.
+    (The whole vocabulary on every rank the head refuses, or finds the same loss: rows behind the
+    last token count as padding.)"""
     plain = policy._head_arguments
     wrong = {"process_group": parallel_state.get_data_parallel_group()}
     with mock.patch.object(policy, "_head_arguments", lambda *args: plain(*args) | wrong):
@@ -177,7 +214,12 @@ def mean_of_local_means(policy: MegatronPolicy) -> Iterator[None]:
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def local(part: Any, states: Tensor, shaped: Answers, algorithm: Any) -> Any:
-        return plain(part, states, dataclasses.replace(shaped, tokens=ranks * max(1, len(part.targets_N))), algorithm)
+        return plain(
+            part,
+            states,
+            dataclasses.replace(shaped, tokens=ranks * max(1, len(part.targets_N))),
+            algorithm,
+        )
 
     with mock.patch.object(policy, "_loss", local):
         yield
@@ -187,7 +229,9 @@ def mean_of_local_means(policy: MegatronPolicy) -> Iterator[None]:
 def rows_of_another_replica(policy: MegatronPolicy) -> Iterator[None]:
     """4 to 7: activations are put together with those of ranks that compute other sequences."""
     (layer, *_) = policy.chunks[0].decoder.layers
-    with mock.patch.object(layer.mlp.linear_fc2, "tp_group", parallel_state.get_data_parallel_group()):
+    with mock.patch.object(
+        layer.mlp.linear_fc2, "tp_group", parallel_state.get_data_parallel_group()
+    ):
         yield
 
 
@@ -211,7 +255,9 @@ def balance_of_all_ranks(policy: MegatronPolicy) -> Iterator[None]:
     """10: every rank takes the counts of all ranks for its own."""
     plain = experts.balance_loss
 
-    def twice(logits: Tensor, chosen: Tensor, told: Any, topk: int, group: dist.ProcessGroup) -> Tensor:
+    def twice(
+        logits: Tensor, chosen: Tensor, told: Any, topk: int, group: dist.ProcessGroup
+    ) -> Tensor:
         return plain(logits, chosen, told, topk, group) * group.size()
 
     with mock.patch.object(experts, "balance_loss", twice):
@@ -245,7 +291,14 @@ def attention_over_other_ranks(policy: MegatronPolicy) -> Iterator[None]:
 FAULTS: dict[str, Callable[[MegatronPolicy], Any]] = {
     fault.__name__: fault
     for fault in (
-        shards_of_other_ranks, mean_of_local_means, rows_of_another_replica, shard_not_marked, copy_marked,
-        balance_of_all_ranks, copies_not_summed, norms_not_summed, attention_over_other_ranks,
+        shards_of_other_ranks,
+        mean_of_local_means,
+        rows_of_another_replica,
+        shard_not_marked,
+        copy_marked,
+        balance_of_all_ranks,
+        copies_not_summed,
+        norms_not_summed,
+        attention_over_other_ranks,
     )
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""Other projects' packages from the package index, by version and SHA-256, unpacked in the cache and installed nowhere.
+"""Other projects' packages from the package index, by version and SHA-256, unpacked in the cache
+and installed nowhere.
 
 The cache is ``$OPENRLHF_EXT_CACHE/conformance``, or that of ``~/.cache/openrlhf_ext``.
 """
@@ -32,9 +33,12 @@ _FETCH_S = 300
 
 @cache
 def unpacked(requirement: str) -> Path:
-    """The folder of an unpacked wheel of ``WHEELS``. The test is skipped, with what pip said, where the index cannot be
-    reached; a file with another checksum fails it."""
-    root = Path(os.environ.get("OPENRLHF_EXT_CACHE") or "~/.cache/openrlhf_ext").expanduser() / "conformance"
+    """The folder of an unpacked wheel of ``WHEELS``. The test is skipped, with what pip said, where
+    the index cannot be reached; a file with another checksum fails it."""
+    root = (
+        Path(os.environ.get("OPENRLHF_EXT_CACHE") or "~/.cache/openrlhf_ext").expanduser()
+        / "conformance"
+    )
     folder = root / requirement.replace("==", "-")
     if folder.is_dir():
         return folder
@@ -44,12 +48,29 @@ def unpacked(requirement: str) -> Path:
         pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n")
         # OpenRLHF's wheels say which Python they are for, and are pure Python
         platform = ["--python-version", "3.11", "--platform", "manylinux1_x86_64"]
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
-                   *platform, "-q", "--disable-pip-version-check", "-d", scratch, "-r", str(pinned)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--require-hashes",
+            "--only-binary=:all:",
+            *platform,
+            "-q",
+            "--disable-pip-version-check",
+            "-d",
+            scratch,
+            "-r",
+            str(pinned),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S)
         if done.returncode:
             assert "DO NOT MATCH THE HASHES" not in done.stderr, done.stderr
-            pytest.skip(f"{requirement} could not be fetched from the package index: {done.stderr.strip()[-500:]}")
+            pytest.skip(
+                f"{requirement} could not be fetched from the package index: "
+                f"{done.stderr.strip()[-500:]}"
+            )
         (wheel,) = Path(scratch).glob("*.whl")
         draft = Path(scratch) / "unpacked"
         zipfile.ZipFile(wheel).extractall(draft)
@@ -58,7 +79,8 @@ def unpacked(requirement: str) -> Path:
 
 
 class Anything(ModuleType):
-    """A module of mocks, in place of a library that the code under test imports and does not call."""
+    """A module of mocks, in place of a library that the code under test imports and does not
+    call."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -67,11 +89,16 @@ class Anything(ModuleType):
 
 
 @contextmanager
-def importing(root: Path, bare: Sequence[str], stands_in: Mapping[str, ModuleType]) -> Iterator[None]:
-    """The package ``bare[0]`` is imported from ``root``, those of ``bare`` without what their ``__init__`` does; other
-    modules are those of ``stands_in``. Nothing of it stays behind in ``sys.modules``."""
+def importing(
+    root: Path, bare: Sequence[str], stands_in: Mapping[str, ModuleType]
+) -> Iterator[None]:
+    """The package ``bare[0]`` is imported from ``root``, those of ``bare`` without what their
+    ``__init__`` does; other modules are those of ``stands_in``. Nothing of it stays behind in
+    ``sys.modules``."""
     package = bare[0]
-    before = {name: module for name, module in sys.modules.items() if _within(name, package, stands_in)}
+    before = {
+        name: module for name, module in sys.modules.items() if _within(name, package, stands_in)
+    }
     for name in before:
         del sys.modules[name]
     try:

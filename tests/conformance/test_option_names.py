@@ -18,4 +18,7 @@ def test_no_option_of_a_release_is_unknown(release):
     (command,) = unpacked(release).rglob("cli/train_ppo_ray.py")
     names = set(re.findall(r'"--([\w.]+)"', command.read_text()))
     assert len(names) > 100
-    assert sorted(name for name in names if option_table().get(name) is None and not is_earlier(name)) == []
+    assert (
+        sorted(name for name in names if option_table().get(name) is None and not is_earlier(name))
+        == []
+    )

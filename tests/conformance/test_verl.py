@@ -1,4 +1,5 @@
-"""verl's ``core_algos`` as an oracle: values and gradients of what it and we share, on random ragged float64 batches.
+"""verl's ``core_algos`` as an oracle: values and gradients of what it and we share, on random
+ragged float64 batches.
 
 verl adds 1e-8 to the denominators of its means, which bounds the agreement.
 """
@@ -43,16 +44,29 @@ class ActorConfig(SimpleNamespace):
 def verl() -> Iterator[SimpleNamespace]:
     root = unpacked("verl==0.9.1")
     names = (
-        "omegaconf", "tensordict", "verl.protocol", "verl.trainer.config", "verl.trainer.config.algorithm",
-        "verl.workers.config", "verl.workers.config.actor",
-    )  # fmt: skip
+        "omegaconf",
+        "tensordict",
+        "verl.protocol",
+        "verl.trainer.config",
+        "verl.trainer.config.algorithm",
+        "verl.workers.config",
+        "verl.workers.config.actor",
+    )
     stands_in: dict[str, ModuleType] = {name: Anything(name) for name in names}
-    for name, used in (("verl.workers.config", ActorConfig), ("verl.trainer.config", type("AlgoConfig", (), {}))):
+    for name, used in (
+        ("verl.workers.config", ActorConfig),
+        ("verl.trainer.config", type("AlgoConfig", (), {})),
+    ):
         setattr(stands_in[name], used.__name__, used)
-    with importing(root, ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"), stands_in):
+    with importing(
+        root, ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"), stands_in
+    ):
         groupwise = importlib.import_module("verl.utils.groupwise")
         utils = importlib.import_module("verl.utils")
-        utils.as_torch_index, utils.group_mean_std = groupwise.as_torch_index, groupwise.group_mean_std
+        utils.as_torch_index, utils.group_mean_std = (
+            groupwise.as_torch_index,
+            groupwise.group_mean_std,
+        )
         yield SimpleNamespace(
             core=importlib.import_module("verl.trainer.ppo.core_algos"),
             correction=importlib.import_module("verl.trainer.ppo.rollout_corr_helper"),
@@ -61,8 +75,8 @@ def verl() -> Iterator[SimpleNamespace]:
 
 @dataclass
 class Batch:
-    """Groups of equal size, two to five completions of up to nine tokens, rows of a group behind one another; padded
-    (B, T)."""
+    """Groups of equal size, two to five completions of up to nine tokens, rows of a group behind
+    one another; padded (B, T)."""
 
     mask: Tensor
     rewards: Tensor
@@ -84,7 +98,9 @@ class Batch:
             return torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale * mask
 
         old = -noise(1.0).abs()
-        rewards = torch.tensor([rng.choice([0.0, 1.0, 0.3, -2.0]) for _ in range(len(mask))], dtype=torch.float64)
+        rewards = torch.tensor(
+            [rng.choice([0.0, 1.0, 0.3, -2.0]) for _ in range(len(mask))], dtype=torch.float64
+        )
         groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
         new, ref, rollout = (-(old + noise(0.4)).abs() for _ in range(3))
         return cls(mask, rewards, groups, old, new, ref, rollout, noise(1.0))
@@ -96,12 +112,20 @@ class Batch:
         return self.rewards[:, None] * last
 
     def ours(self, **more: Tensor) -> RolloutBatch:
-        flat = {name: getattr(self, name)[self.mask] for name in ("old", "ref", "rollout", "values")}
+        flat = {
+            name: getattr(self, name)[self.mask] for name in ("old", "ref", "rollout", "values")
+        }
         return RolloutBatch(
-            tokens=torch.zeros(int(self.mask.sum()), dtype=torch.int64), lengths=self.mask.sum(-1),
-            rewards=self.rewards, group_ids=self.groups, old_logprobs=flat["old"], ref_logprobs=flat["ref"],
-            rollout_logprobs=flat["rollout"], values=flat["values"], **more,
-        )  # fmt: skip
+            tokens=torch.zeros(int(self.mask.sum()), dtype=torch.int64),
+            lengths=self.mask.sum(-1),
+            rewards=self.rewards,
+            group_ids=self.groups,
+            old_logprobs=flat["old"],
+            ref_logprobs=flat["ref"],
+            rollout_logprobs=flat["rollout"],
+            values=flat["values"],
+            **more,
+        )
 
 
 def of_each_batch(test: Callable[..., None]) -> Callable[..., None]:
@@ -118,7 +142,8 @@ def of_each_batch(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# ---- advantages ------------------------------------------------------------------------------------------------------
+# ---- advantages
+# --------------------------------------------------------------------------------------------------
 
 
 def bessel(batch: Batch) -> float:
@@ -165,7 +190,9 @@ def test_reinforce_plus_plus(verl, batch):
     plain = advantages("reinforce", batch, gamma=gamma, whiten=False)
     torch.testing.assert_close(plain, returns, **CLOSE)
     if plain[batch.mask].var() > 1e-3:  # verl adds 1e-8 to the variance
-        torch.testing.assert_close(whitened("reinforce", batch, gamma=gamma), found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            whitened("reinforce", batch, gamma=gamma), found, rtol=1e-4, atol=1e-5
+        )
 
 
 @of_each_batch
@@ -174,7 +201,9 @@ def test_reinforce_plus_plus_baseline(verl, batch):
         batch.token_rewards, batch.mask.double(), batch.groups.numpy()
     )
     if advantages("reinforce_baseline", batch, whiten=False)[batch.mask].var() > 1e-3:
-        torch.testing.assert_close(whitened("reinforce_baseline", batch), found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            whitened("reinforce_baseline", batch), found, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.95)])
@@ -190,15 +219,20 @@ def test_gae(verl, batch, gamma, lambd):
     torch.testing.assert_close(scaled, found * batch.mask, rtol=1e-5, atol=1e-6)
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- losses
+# --------------------------------------------------------------------------------------------------
 
 AGGREGATIONS: dict[str, dict[str, Any]] = {
-    "token-mean": {}, "seq-mean-token-mean": {}, "seq-mean-token-sum-norm": {"l_norm": 7.0},
-}  # fmt: skip
+    "token-mean": {},
+    "seq-mean-token-mean": {},
+    "seq-mean-token-sum-norm": {"l_norm": 7.0},
+}
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
 
 
-def our_loss(name: str, batch: Batch, correction: Any = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def our_loss(
+    name: str, batch: Batch, correction: Any = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Advantages (B, T), loss, and its gradient (B, T) in the new log-probs."""
     algorithm = get_algorithm(name, correction=correction, warn=False, **options)
     shaped, new_N = algorithm.shape(batch.ours()), batch.new[batch.mask].requires_grad_()
@@ -209,10 +243,18 @@ def our_loss(name: str, batch: Batch, correction: Any = None, **options: Any) ->
 
 
 def their_loss(
-    verl: Any, kind: str, batch: Batch, advantages: Tensor, agg: str, weights: Tensor | None = None, **config: Any
+    verl: Any,
+    kind: str,
+    batch: Batch,
+    advantages: Tensor,
+    agg: str,
+    weights: Tensor | None = None,
+    **config: Any,
 ) -> tuple[Tensor, Tensor]:
     new = batch.new.clone().requires_grad_()
-    actor = ActorConfig(clip_ratio=0.2, global_batch_info={}, policy_loss=SimpleNamespace(**config), **config)
+    actor = ActorConfig(
+        clip_ratio=0.2, global_batch_info={}, policy_loss=SimpleNamespace(**config), **config
+    )
     if agg == "seq-mean-token-sum-norm":
         actor.global_batch_info["loss_scale_factor"] = AGGREGATIONS[agg]["l_norm"]
     loss, _ = verl.core.get_policy_loss_fn(kind)(
@@ -228,13 +270,26 @@ def agree(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("agg", AGGREGATIONS)
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "dr_grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline"]
+)
 @of_each_batch
 def test_clipped_loss(verl, batch, name, agg):
     """With dual clip, which verl always has."""
     options = {"degenerate": "literal"} if name == "dapo" else {}
-    shaped, *ours = our_loss(name, batch, agg=agg, **AGGREGATIONS[agg], **CLIPS, dual_clip=1.2, **options)
-    theirs = their_loss(verl, "vanilla", batch, shaped, agg, clip_ratio_low=0.1, clip_ratio_high=0.15, clip_ratio_c=1.2)
+    shaped, *ours = our_loss(
+        name, batch, agg=agg, **AGGREGATIONS[agg], **CLIPS, dual_clip=1.2, **options
+    )
+    theirs = their_loss(
+        verl,
+        "vanilla",
+        batch,
+        shaped,
+        agg,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.15,
+        clip_ratio_c=1.2,
+    )
     agree(ours, theirs)
 
 
@@ -263,11 +318,17 @@ def of_loss(verl: Any, kind: str, batch: Batch, correction: str | None = None) -
         weights, _ = verl.correction.compute_rollout_correction_weights(
             batch.old - batch.rollout, batch.mask.double(), "token", threshold
         )
-    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2} if kind == "geo_mean" else {
-        "clip_ratio_low": 0.1, "clip_ratio_high": 0.15,
-    }  # fmt: skip
+    clips = (
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+        if kind == "geo_mean"
+        else {
+            "clip_ratio_low": 0.1,
+            "clip_ratio_high": 0.15,
+        }
+    )
     shaped, *found = our_loss(name, batch, ours, **options)
-    with mock.patch("torch.randperm", torch.arange):  # clip_cov's candidates in natural order, as ours without a seed
+    # clip_cov's candidates in natural order, as ours without a seed
+    with mock.patch("torch.randperm", torch.arange):
         theirs = their_loss(verl, kind, batch, shaped, agg, weights, **clips, **config)
     agree(found, theirs)
 
@@ -281,7 +342,8 @@ def test_loss(verl, batch, kind):
 
 
 def ties(batch: Batch) -> bool:
-    """Tokens with equal covariances at the edge of the selection: advantages of exactly the mean."""
+    """Tokens with equal covariances at the edge of the selection: advantages of exactly the
+    mean."""
     shaped = get_algorithm("kl_cov", warn=False, degenerate="literal").shape(batch.ours())
     algorithm = get_algorithm("kl_cov", warn=False, degenerate="literal")
     cov_N = algorithm.prepare(batch.new[batch.mask], shaped)["cov"]
@@ -304,7 +366,9 @@ def test_gspo_of_its_paper(verl, batch):
     """Ours is one term for each completion, verl's one for each token with the same mean."""
     shaped, *ours = our_loss("gspo", batch, **CLIPS)
     agg = "seq-mean-token-mean"
-    agree(ours, their_loss(verl, "gspo", batch, shaped, agg, clip_ratio_low=0.1, clip_ratio_high=0.15))
+    agree(
+        ours, their_loss(verl, "gspo", batch, shaped, agg, clip_ratio_low=0.1, clip_ratio_high=0.15)
+    )
 
 
 @of_each_batch
@@ -322,11 +386,14 @@ def test_value_loss(verl, batch):
     torch.testing.assert_close(share.double(), fraction.double(), **CLOSE)
 
 
-# ---- KL and rollout correction ---------------------------------------------------------------------------------------
+# ---- KL and rollout correction
+# ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("kl", "k1"), ("k1", "k1"), ("mse", "k2"), ("k2", "k2"),
-                                              ("low_var_kl", "k3"), ("k3", "k3")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("kl", "k1"), ("k1", "k1"), ("mse", "k2"), ("k2", "k2"), ("low_var_kl", "k3"), ("k3", "k3")],
+)
 @of_each_batch
 def test_kl_estimators(verl, batch, theirs, ours):
     new, mask = batch.new.clone().requires_grad_(), batch.mask
@@ -357,7 +424,10 @@ def test_straight_through_kl_on_policy(verl, batch, estimator):
 
 def test_a_large_kl_is_bounded_alike(verl):
     """k3 within 10, as OpenRLHF's estimators have it; the papers' methods have no bound."""
-    new, ref = torch.tensor([-8.0, -1.0], dtype=torch.float64), torch.tensor([-1.0, -9.0], dtype=torch.float64)
+    new, ref = (
+        torch.tensor([-8.0, -1.0], dtype=torch.float64),
+        torch.tensor([-1.0, -9.0], dtype=torch.float64),
+    )
     theirs = verl.core.kl_penalty(new, ref, "k3")
     everything = torch.ones(2, dtype=torch.bool)
     bounded = KLPenalty(coef=1.0, estimator="k3").in_loss(new, ref, new, everything, most=10.0)
@@ -379,14 +449,18 @@ def test_correction_weights(verl, batch, correction):
 @pytest.mark.parametrize(("level", "option"), [("seq", "seq_mean_k1"), ("token", "token_k1")])
 @of_each_batch
 def test_the_same_units_are_rejected(verl, batch, level, option):
-    """verl's bounds are of rollout / old, ours of old / rollout; and it takes what it rejects out of the denominators,
-    which we do not: compared is what is rejected."""
+    """verl's bounds are of rollout / old, ours of old / rollout; and it takes what it rejects out
+    of the denominators, which we do not: compared is what is rejected."""
     mask = batch.mask.double()
-    kept, _ = verl.correction.compute_rollout_rejection_mask(batch.old - batch.rollout, mask, option, "0.8_1.1")
+    kept, _ = verl.correction.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, mask, option, "0.8_1.1"
+    )
     correction = Correction(level=level, mode="mask", threshold=[1 / 1.1, 1 / 0.8])
     (block,) = Segments(batch.mask.sum(-1)).blocks()
     of_completions = block if level == "seq" else None
-    _, outside_N = factors(correction, batch.old[batch.mask], batch.rollout[batch.mask], of_completions)
+    _, outside_N = factors(
+        correction, batch.old[batch.mask], batch.rollout[batch.mask], of_completions
+    )
     assert torch.equal(outside_N, kept[batch.mask] == 0)
 
 
@@ -398,4 +472,6 @@ def test_the_batches_reach_every_branch():
     for values, bounds in ((ratios, (0.9, 1.15)), (weights, (0.8, 1.2))):
         shares = [(values < bounds[0]).double().mean(), (values > bounds[1]).double().mean()]
         assert min(shares) > 0.1 and sum(shares) < 0.9
-    assert any(len(one.rewards[one.groups == 0].unique()) == 1 for one in batches), "a group without a signal"
+    assert any(len(one.rewards[one.groups == 0].unique()) == 1 for one in batches), (
+        "a group without a signal"
+    )

@@ -11,7 +11,13 @@ import numpy as np
 import ray
 
 from openrlhf_ext.rollout.process import answer_where, own_identity
-from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GroupRequest, InvalidWeights, Response
+from openrlhf_ext.rollout.response import (
+    EngineDied,
+    EngineStartError,
+    GroupRequest,
+    InvalidWeights,
+    Response,
+)
 
 
 class _Process:
@@ -27,7 +33,8 @@ class _Process:
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class MisbehavingEngine(_Process):
-    """Answers with its prompt and its own start; the first engine 0 misbehaves at the prompts that say so."""
+    """Answers with its prompt and its own start; the first engine 0 misbehaves at the prompts that
+    say so."""
 
     def __init__(self, index: int, life: int) -> None:
         self.index, self.life, self.void_before = index, life, False
@@ -55,7 +62,8 @@ class MisbehavingEngine(_Process):
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class SamplingEngine(_Process):
-    """Answers with responses of one token, its number; in its first life it dies, or stops, at the prompt "trouble"."""
+    """Answers with responses of one token, its number; in its first life it dies, or stops, at the
+    prompt "trouble"."""
 
     def __init__(self, number: int, life: int, how: int = signal.SIGKILL) -> None:
         self.number, self.life, self.how = number, life, how
@@ -64,24 +72,30 @@ class SamplingEngine(_Process):
         if self.life == 0 and request.prompt == "trouble":
             os.kill(os.getpid(), self.how)
             time.sleep(3600)  # this thread may run on for a moment
-        one = Response(np.array([7, self.number], np.int32), None, ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {})
+        one = Response(
+            np.array([7, self.number], np.int32), None, ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {}
+        )
         return [one] * request.samples
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class RoutingEngine(_Process):
-    """Answers with completions of one token, and with the experts of their prompt's one: the sample's number."""
+    """Answers with completions of one token, and with the experts of their prompt's one: the
+    sample's number."""
 
     def generate_group(self, request: GroupRequest) -> tuple[list[Response], list[np.ndarray]]:
         tokens_S = np.array([int(request.prompt), 5], np.int32)
-        one = Response(tokens_S, np.zeros(1, np.float32), ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {})
+        one = Response(
+            tokens_S, np.zeros(1, np.float32), ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {}
+        )
         experts = [np.full((1, 3, 2), 300 + sample, np.uint16) for sample in range(request.samples)]
         return [one] * request.samples, experts
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class SleepyEngine(_Process):
-    """Notes when it is told to sleep and to wake up; in its first life it dies, or stops, when told the one given."""
+    """Notes when it is told to sleep and to wake up; in its first life it dies, or stops, when told
+    the one given."""
 
     def __init__(self, life: int, trouble: str = "", how: int = signal.SIGKILL) -> None:
         self.trouble, self.how, self.told = trouble if life == 0 else "", how, []

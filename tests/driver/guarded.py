@@ -1,4 +1,5 @@
-"""A driver in trouble, under its guard: ``python -m tests.driver.guarded CASE FOLDER``; exits as the command would."""
+"""A driver in trouble, under its guard: ``python -m tests.driver.guarded CASE FOLDER``; exits as
+the command would."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from openrlhf_ext.reporting import TerminalHandler
 
 
 def deaf() -> None:
-    """A native call that holds the interpreter, and that no signal ends: a mutex that is locked twice."""
+    """A native call that holds the interpreter, and that no signal ends: a mutex that is locked
+    twice."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     libc.pthread_mutex_lock(mutex)
     Path("deaf").touch()
@@ -39,7 +41,8 @@ def sleeper(name: str) -> subprocess.Popen:
 
 def ended_by_ray(config: RunConfig, watched: Guard, restart: int) -> int:
     """As Ray does it: the raylet dies, and Ray ends the process without an exception."""
-    gcs, raylet = sleeper("gcs"), sleeper("raylet")  # the GCS lives until the parent ends what is left
+    # the GCS lives until the parent ends what is left
+    gcs, raylet = sleeper("gcs"), sleeper("raylet")
     watched.watch({"gcs_server": gcs.pid, "raylet": raylet.pid}, "/tmp/ray/logs")
     time.sleep(1.0)  # the parent hears of it, and waits
     raylet.kill()
@@ -96,7 +99,8 @@ def killed(config: RunConfig, watched: Guard, restart: int) -> int:
 
 
 def busy(config: RunConfig, watched: Guard, restart: int) -> int:
-    """Two steps; the driver is deaf in the second, as it is while it imports, and then writes a record."""
+    """Two steps; the driver is deaf in the second, as it is while it imports, and then writes a
+    record."""
     logging.getLogger("openrlhf_ext").info("starts")
     watched.step_ended(4, 60.0)
     watched.expect(300.0, "training step 2")
@@ -125,7 +129,8 @@ def leaves_an_orphan(config: RunConfig, watched: Guard, restart: int) -> int:
 
 
 def has_threads(config: RunConfig, watched: Guard, restart: int) -> int:
-    """Threads that keep memory at the same time: what glibc says of its heaps is in the file ``heaps``."""
+    """Threads that keep memory at the same time: what glibc says of its heaps is in the file
+    ``heaps``."""
     libc, all_are_there, may_end = ctypes.CDLL(None), threading.Barrier(9), threading.Event()
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
@@ -168,13 +173,16 @@ def shut_down_with_a_stopped_gcs(config: RunConfig, watched: Guard, restart: int
 
 
 def session(watched: Guard) -> AbstractContextManager:
-    from openrlhf_ext.driver.cluster import RaySession  # Ray takes seconds to import, and few cases need it
+    # Ray takes seconds to import, and few cases need it
+    from openrlhf_ext.driver.cluster import RaySession
 
     return RaySession(policy_ranks=1, engines=0, env={}, verbose=False, guard=watched)
 
 
 def of_ray(name: str) -> psutil.Process:
-    (process,) = [child for child in psutil.Process().children(recursive=True) if child.name() == name]
+    (process,) = [
+        child for child in psutil.Process().children(recursive=True) if child.name() == name
+    ]
     Path(name).write_text(str(process.pid))
     return process
 
@@ -182,7 +190,13 @@ def of_ray(name: str) -> psutil.Process:
 if __name__ == "__main__":
     case, folder = sys.argv[1:]
     os.chdir(folder)
-    guard.END_S, guard._LATE_S, guard._STOPPED_S, guard._LOOK_S, guard._GRACE_S = 3.0, 1.0, 0.5, 0.1, 1.0
+    guard.END_S, guard._LATE_S, guard._STOPPED_S, guard._LOOK_S, guard._GRACE_S = (
+        3.0,
+        1.0,
+        0.5,
+        0.1,
+        1.0,
+    )
     if case == "put_to_a_stopped_raylet":
         guard._STOPPED_S = 3600.0
     logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])

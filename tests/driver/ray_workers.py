@@ -1,7 +1,9 @@
-"""How vLLM starts the workers of an engine with several GPUs (RayExecutorV2), without vLLM and without GPUs.
+"""How vLLM starts the workers of an engine with several GPUs (RayExecutorV2), without vLLM and
+without GPUs.
 
-vLLM's engine is a process that the engine's actor spawns. It joins Ray as a driver of its own, with the runtime
-environment of the actor that spawned it, and starts an actor for each worker with a copy of that environment (vllm
+vLLM's engine is a process that the engine's actor spawns. It joins Ray as a driver of its own, with
+the runtime environment of the actor that spawned it, and starts an actor for each worker with a
+copy of that environment (vllm
 0.32.0 engine/arg_utils.py:2319, v1/executor/ray_utils.py:570, v1/executor/ray_executor_v2.py:261).
 """
 
@@ -19,9 +21,13 @@ from tests.patience import PATIENCE_S
 
 
 def describe() -> dict[str, Any]:
-    """What a process of ours must have: the environment, and the patches, which the set-up hook brings."""
+    """What a process of ours must have: the environment, and the patches, which the set-up hook
+    brings."""
     finders = [type(finder).__module__ for finder in sys.meta_path]
-    return {"environment": dict(os.environ), "is_patched": "openrlhf_ext.patches.import_hooks" in finders}
+    return {
+        "environment": dict(os.environ),
+        "is_patched": "openrlhf_ext.patches.import_hooks" in finders,
+    }
 
 
 class Worker:

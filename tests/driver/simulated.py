@@ -1,4 +1,5 @@
-"""Engines and prompts in the hand of a test: which group is finished when, and with which weights, it says."""
+"""Engines and prompts in the hand of a test: which group is finished when, and with which weights,
+it says."""
 
 from __future__ import annotations
 
@@ -30,8 +31,16 @@ def run_config(**sections: dict[str, Any]) -> RunConfig:
 
 
 def options(more: dict[str, dict[str, Any]] | None = None, **changes: Any) -> RunConfig:
-    """Two groups of two completions a step, on policy; `seed`: of all groups; `more`: other options by section."""
-    given = {"batch_size": 2, "samples": 2, "max_new_tokens": 4, "max_len": 16, "timeout_s": 600.0, **changes}
+    """Two groups of two completions a step, on policy; `seed`: of all groups; `more`: other options
+    by section."""
+    given = {
+        "batch_size": 2,
+        "samples": 2,
+        "max_new_tokens": 4,
+        "max_len": 16,
+        "timeout_s": 600.0,
+        **changes,
+    }
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         section, option = _NAMES[name]
@@ -50,18 +59,22 @@ def options(more: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Ru
 
 
 def response(text: str, begun: int, ended: int, score: float = 0.5) -> Response:
-    """A prompt of two tokens and a completion of two, the second sampled with the weights at its end.
+    """A prompt of two tokens and a completion of two, the second sampled with the weights at its
+    end.
 
     What is trained on is another number than correctness, as with most reward functions.
     """
     spans = ((begun, 2, 4),) if begun == ended else ((begun, 2, 3), (ended, 3, 4))
     tokens_S = np.array([1, 2, len(text), 4], dtype=np.int32)
     logprobs_T = np.array([-0.5, -1.0], dtype=np.float32)
-    return Response(tokens_S, logprobs_T, ((2, 4),), spans, 2 * score - 1, score, False, {"reward_failed": 0.0})
+    return Response(
+        tokens_S, logprobs_T, ((2, 4),), spans, 2 * score - 1, score, False, {"reward_failed": 0.0}
+    )
 
 
 class Loader(list):
-    """A loader of prompts ``first``, ``first + 1``, ... whose state is how many were drawn in this episode."""
+    """A loader of prompts ``first``, ``first + 1``, ... whose state is how many were drawn in this
+    episode."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         super().__init__(("source", f"{first + i}", f"label {first + i}") for i in range(count))
@@ -93,7 +106,9 @@ class Requests:
 
     pending, pause_s = (), 1.0
 
-    def __init__(self, at_once: bool = False, stuck: Iterable[int] = (), score: Any = lambda prompt: 0.5) -> None:
+    def __init__(
+        self, at_once: bool = False, stuck: Iterable[int] = (), score: Any = lambda prompt: 0.5
+    ) -> None:
         self.version, self.at_once, self.stuck, self.score = 0, at_once, set(stuck), score
         self.asked: list[Key] = []
         self.waiting: dict[Key, tuple[GroupRequest, int]] = {}
@@ -112,12 +127,16 @@ class Requests:
             request, begun = self.waiting.pop(key)
             made = response(request.prompt, begun, self.version, self.score(request.prompt))
             of_guide = replace(made, from_guide=True)
-            group = [made] * (request.samples - request.guide_samples) + [of_guide] * request.guide_samples
+            group = [made] * (request.samples - request.guide_samples) + [
+                of_guide
+            ] * request.guide_samples
             self._finished.append((key, group))
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         if self.at_once:
             self.finish(*(key for key in list(self.waiting) if key not in self.stuck))
-        assert self._finished or timeout_s == 0 or not self.waiting, "waits for groups that the test does not finish"
+        assert self._finished or timeout_s == 0 or not self.waiting, (
+            "waits for groups that the test does not finish"
+        )
         finished, self._finished = self._finished, []
         return finished

@@ -23,10 +23,17 @@ def test_options_without_secrets_versions_machine_and_layout(tmp_path):
     text = json.dumps(told, allow_nan=False)
     assert "a1b2c3" not in text and "passw0rd" not in text
     assert told["options"]["logger.wandb.key"] == "(hidden)"
-    assert told["options"]["reward.remote_url"] == "http://(hidden)@grader:80/f,https://(hidden)@other/f"
+    assert (
+        told["options"]["reward.remote_url"]
+        == "http://(hidden)@grader:80/f,https://(hidden)@other/f"
+    )
     assert told["options"]["ckpt.max_mem"] == "inf" and "ds.zero_stage" not in told["options"]
     assert (told["layout"]["ranks"], told["layout"]["tensor"], told["layout"]["data"]) == (8, 2, 4)
-    assert told["versions"]["torch"] and told["hardware"]["memory_gib"] > 0 and told["resume_step"] == 0
+    assert (
+        told["versions"]["torch"]
+        and told["hardware"]["memory_gib"] > 0
+        and told["resume_step"] == 0
+    )
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "global_step7/manifest.json").write_text("{}")
     assert about_run(RunConfig.model_validate(given))["resume_step"] == 7
@@ -44,5 +51,9 @@ def test_wandb_is_told_no_secret_and_finds_its_key(monkeypatch):
     args = upstream_args(RunConfig.model_validate(given))
     compat.build_sinks(args)
     (shown,) = told
-    assert "a1b2c3" not in str(shown) and "passw0rd" not in str(shown) and shown.logger.wandb.project == "p"
+    assert (
+        "a1b2c3" not in str(shown)
+        and "passw0rd" not in str(shown)
+        and shown.logger.wandb.project == "p"
+    )
     assert os.environ["WANDB_API_KEY"] == "a1b2c3" and args.logger.wandb.key == "a1b2c3"

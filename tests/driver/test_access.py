@@ -1,4 +1,5 @@
-"""A run's own Ray: who reaches it, who may talk to it, and what its processes get of this machine's GPUs."""
+"""A run's own Ray: who reaches it, who may talk to it, and what its processes get of this machine's
+GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ import ray, sys
 ray.init(sys.argv[1], log_to_driver=False)
 print("joined", ray.util.get_node_ip_address())
 """
-# in a process that has not joined: the threads of one that has would take the wrong token too, and end it
+# in a process that has not joined: the threads of one that has would take the wrong token too, and
+# end it
 CHECK = """
 import json, sys
 from openrlhf_ext.driver import cluster
@@ -43,8 +45,14 @@ for change in json.loads(sys.argv[3]):
         except cluster.TokenRefused as refused:
             print(str(refused).replace("\\n", " "))
 """
-SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
-            "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # fmt: skip
+SETTINGS = (
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+    "CUDA_VISIBLE_DEVICES",
+    "RAY_ADDRESS",
+)
 
 
 @ray.remote(num_gpus=1)
@@ -52,7 +60,11 @@ class Rank:
     """What a rank sees."""
 
     def devices(self) -> tuple[str, bool, str]:
-        return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_available(), os.environ["GLOO_SOCKET_IFNAME"]
+        return (
+            os.environ["CUDA_VISIBLE_DEVICES"],
+            torch.cuda.is_available(),
+            os.environ["GLOO_SOCKET_IFNAME"],
+        )
 
 
 class Listener(NamedTuple):
@@ -93,10 +105,15 @@ def processes() -> list[psutil.Process]:
 
 def listeners() -> set[Listener]:
     return {
-        Listener(connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port, f"{process.pid} {process.name()}")
+        Listener(
+            connection.laddr.ip.removeprefix("::ffff:"),
+            connection.laddr.port,
+            f"{process.pid} {process.name()}",
+        )
         for process in processes()
-        for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
-    }  # fmt: skip
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def settings() -> dict[str, str | None]:
@@ -114,7 +131,10 @@ def run() -> Iterator[Run]:
             ranks = [Rank.remote() for _ in range(2)]
             devices = ray.get([rank.devices.remote() for rank in ranks], timeout=PATIENCE_S)
             logs = Path(ray._private.worker._global_node.get_logs_dir_path())
-            address, token = ray.get_runtime_context().gcs_address, Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+            address, token = (
+                ray.get_runtime_context().gcs_address,
+                Path(os.environ["RAY_AUTH_TOKEN_PATH"]),
+            )
             yield Run(address, earlier, devices, token, logs, before)
         assert settings() == before and not token.exists(), "what is the run's own ends with it"
 
@@ -123,14 +143,22 @@ def join(address: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program of its own that joins a Ray; one try to find its head instead of twenty."""
     env = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": "1"} | environment
     return subprocess.run(
-        [sys.executable, "-c", JOIN, address], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", JOIN, address],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
 def other_addresses() -> list[str]:
     """Of this machine: those of its networks, and one of loopback's that nobody names."""
-    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
-             if entry.family == socket.AF_INET and not entry.address.startswith("127.")]  # fmt: skip
+    found = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
     return [*found, "127.0.0.2"]
 
 
@@ -160,26 +188,38 @@ def test_who_has_not_the_token_is_refused_and_who_has_it_joins(run, tmp_path):
 
 def test_a_driver_that_joins_says_at_once_what_is_wrong_with_its_token(run, tmp_path):
     changes: list[dict[str, str]] = [
-        {}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64},
+        {},
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_TOKEN": "0" * 64},
         {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")},
-    ]  # fmt: skip
+    ]
     words = [sys.executable, "-c", CHECK, run.address, str(PATIENCE_S), json.dumps(changes)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
     taken, *refused = done.stdout.splitlines()
     assert taken == "taken"
-    for said, wanted in zip(refused, (
-        "a token, and this process has none: set RAY_AUTH_MODE", "asks for another token than this process has",
-        "asks for a token, which cannot be read",
-    ), strict=True):  # fmt: skip
+    for said, wanted in zip(
+        refused,
+        (
+            "a token, and this process has none: set RAY_AUTH_MODE",
+            "asks for another token than this process has",
+            "asks for a token, which cannot be read",
+        ),
+        strict=True,
+    ):
         assert wanted in said
 
 
 def test_the_token_is_in_one_file_that_only_the_user_reads(run):
-    assert run.token_file.stat().st_mode & 0o777 == 0o600 and run.token_file.parent.stat().st_mode & 0o777 == 0o700
+    assert (
+        run.token_file.stat().st_mode & 0o777 == 0o600
+        and run.token_file.parent.stat().st_mode & 0o777 == 0o700
+    )
     assert len(run.token) == 64
     words = [" ".join(process.cmdline()) for process in processes()]
-    logs = [path.read_text(errors="replace") for path in run.logs.parent.rglob("*") if path.is_file()]
+    logs = [
+        path.read_text(errors="replace") for path in run.logs.parent.rglob("*") if path.is_file()
+    ]
     environments = [str(process.environ()) for process in processes()[1:]]
     assert len(logs) > 8 and not any(run.token in text for text in [*words, *logs, *environments])
 
@@ -190,10 +230,19 @@ def test_ranks_of_a_job_on_cpu_see_no_gpu_wherever_they_run(run):
 
 
 def test_the_doctor_of_a_cluster_says_at_once_that_it_asks_for_another_token(run):
-    command = [sys.executable, "-m", "openrlhf_ext.cli.doctor", "--cluster", "--wait_s", str(2 * PATIENCE_S)]
+    command = [
+        sys.executable,
+        "-m",
+        "openrlhf_ext.cli.doctor",
+        "--cluster",
+        "--wait_s",
+        str(2 * PATIENCE_S),
+    ]
     env = os.environ | {"RAY_ADDRESS": run.address, "RAY_AUTH_TOKEN": "0" * 64}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 1 and "asks for another token than this process has" in done.stdout, done.stderr
+    assert done.returncode == 1 and "asks for another token than this process has" in done.stdout, (
+        done.stderr
+    )
 
 
 class Started(Exception):
@@ -208,7 +257,10 @@ def test_a_local_run_is_a_ray_of_its_own_with_the_devices_that_torch_has(monkeyp
     before, given = settings(), {}
 
     def init(**arguments: object) -> None:
-        given.update(arguments | {"devices": os.environ["CUDA_VISIBLE_DEVICES"], "mode": os.environ["RAY_AUTH_MODE"]})
+        given.update(
+            arguments
+            | {"devices": os.environ["CUDA_VISIBLE_DEVICES"], "mode": os.environ["RAY_AUTH_MODE"]}
+        )
         raise Started
 
     monkeypatch.setattr(cluster.ray, "init", init)
@@ -225,7 +277,9 @@ def test_the_token_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_a
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    (of_a_node,) = re.findall(r"mktemp -d .*/(\w*token)_X+", (ROOT / "examples/scripts/ray_node.sh").read_text())
+    (of_a_node,) = re.findall(
+        r"mktemp -d .*/(\w*token)_X+", (ROOT / "examples/scripts/ray_node.sh").read_text()
+    )
     stays = {"ray_token_just_made", f"{of_a_node}_of_a_cluster"}
     for name in ("ray_token_killed", *stays):
         (tmp_path / name).mkdir()
@@ -237,5 +291,9 @@ def test_the_token_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_a
         os.utime(tmp_path / own / "token", (0, 0))
         assert (tmp_path / own / "token").stat().st_mode & 0o777 == 0o600
         cluster._remove_left_tokens()
-        assert (tmp_path / own / "token").read_text() == Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text() != ""
+        assert (
+            (tmp_path / own / "token").read_text()
+            == Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+            != ""
+        )
     assert {path.name for path in tmp_path.iterdir()} == stays

@@ -19,18 +19,28 @@ SNAPSHOT = "/cache/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32"
 
 
 def card_of(folder: Path, base: str = SNAPSHOT, **more: Any) -> str:
-    """The card of a run of four steps with two evaluations, which has downloaded its model or was given a folder."""
+    """The card of a run of four steps with two evaluations, which has downloaded its model or was
+    given a folder."""
     (folder / "mine").mkdir(exist_ok=True)
     (folder / "train.jsonl").write_text("{}\n")
     given: dict[str, Any] = {
-        "actor.model_name_or_path": "Qwen/Qwen2.5-0.5B", "data.prompt_dataset": str(folder / "train.jsonl"),
-        "eval.dataset": "openai/gsm8k", "algo.advantage.estimator": "dapo", "algo.dapo.clip_high": 0.3,
-        "reward.remote_url": "http://me:passw0rd@grader:80/f", "logger.wandb.key": "a1b2c3",
-        "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 4, "train.batch_size": 32,
-        "ckpt.output_dir": str(folder / "mine"), "logger.metrics_path": str(folder / "mine/metrics.jsonl"),
-    } | more  # fmt: skip
+        "actor.model_name_or_path": "Qwen/Qwen2.5-0.5B",
+        "data.prompt_dataset": str(folder / "train.jsonl"),
+        "eval.dataset": "openai/gsm8k",
+        "algo.advantage.estimator": "dapo",
+        "algo.dapo.clip_high": 0.3,
+        "reward.remote_url": "http://me:passw0rd@grader:80/f",
+        "logger.wandb.key": "a1b2c3",
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 4,
+        "train.batch_size": 32,
+        "ckpt.output_dir": str(folder / "mine"),
+        "logger.metrics_path": str(folder / "mine/metrics.jsonl"),
+    } | more
     config = build_config(given, origin="test", files=False)
-    config = config.model_copy(update={"actor": config.actor.model_copy(update={"model_name_or_path": base})})
+    config = config.model_copy(
+        update={"actor": config.actor.model_copy(update={"model_name_or_path": base})}
+    )
     with MetricsWriter(folder / "mine/metrics.jsonl") as metrics:
         for step, accuracy in enumerate((0.25, None, None, None, 0.75)):
             if step:
@@ -45,12 +55,19 @@ def test_method_base_data_and_numbers_without_secrets_or_folders_of_the_machine(
     card = card_of(tmp_path)
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["base_model"] == "Qwen/Qwen2.5-0.5B" and head["library_name"] == "transformers"
-    assert head["tags"] == ["openrlhf_ext", "reinforcement-learning", "dapo"] and "license" not in head
-    assert "`Qwen/Qwen2.5-0.5B` (revision 060db6499f32)" in card and f"openrlhf_ext {__version__}" in card
+    assert (
+        head["tags"] == ["openrlhf_ext", "reinforcement-learning", "dapo"] and "license" not in head
+    )
+    assert (
+        "`Qwen/Qwen2.5-0.5B` (revision 060db6499f32)" in card
+        and f"openrlhf_ext {__version__}" in card
+    )
     assert "Steps: 4." in card
     mean = "0.150 +- 0.050 in the first 2 steps, 0.350 +- 0.050 in the last 2 steps"
     assert f"| training reward | {mean} |" in card
-    assert "| held-out accuracy | 0.250 +- 0.013 after step 0, 0.750 +- 0.013 after step 4 |" in card
+    assert (
+        "| held-out accuracy | 0.250 +- 0.013 after step 0, 0.750 +- 0.013 after step 4 |" in card
+    )
     digest = hashlib.sha256(b"{}\n").hexdigest()
     assert "| clip_high | 0.3 |" in card and "| rollout.batch_size | 8 |" in card
     assert f"| data.prompt_dataset | train.jsonl | {digest} |" in card
@@ -79,13 +96,24 @@ def test_the_card_of_an_adapter_says_what_it_is(tmp_path):
 
 def test_a_run_that_went_on_with_another_method_says_which_steps_were_whose(tmp_path):
     (tmp_path / "mine").mkdir()
-    given = {"algo.advantage.estimator": "grpo", "actor.adam.lr": 3e-4, "data.prompt_dataset": "/a/x.jsonl"}
+    given = {
+        "algo.advantage.estimator": "grpo",
+        "actor.adam.lr": 3e-4,
+        "data.prompt_dataset": "/a/x.jsonl",
+    }
     events = [
         {"event": "start", "resume_step": 0, "options": given},
-        {"event": "start", "resume_step": 2, "options": given | {
-            "algo.advantage.estimator": "dapo", "actor.adam.lr": 1e-4, "data.prompt_dataset": "/b/y.jsonl",
-        }},
-    ]  # fmt: skip
+        {
+            "event": "start",
+            "resume_step": 2,
+            "options": given
+            | {
+                "algo.advantage.estimator": "dapo",
+                "actor.adam.lr": 1e-4,
+                "data.prompt_dataset": "/b/y.jsonl",
+            },
+        },
+    ]
     lines = (json.dumps({"step": 0, "time": 1.0, **event}) + "\n" for event in events)
     (tmp_path / "mine/events.jsonl").write_text("".join(lines))
     card = card_of(tmp_path)

@@ -36,8 +36,12 @@ def test_a_deadline_of_the_driver_tells_what_every_rank_is_doing() -> None:
 
 def test_a_reward_function_that_fails_is_shown_without_our_own_frames() -> None:
     session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
-    failed = RewardFailureLimit("11 samples could not be graded. The last failure: ValueError: my bug")
-    text = session.describe_failure(RayTaskError("generate", "Traceback: executor.py, pool.py", failed))
+    failed = RewardFailureLimit(
+        "11 samples could not be graded. The last failure: ValueError: my bug"
+    )
+    text = session.describe_failure(
+        RayTaskError("generate", "Traceback: executor.py, pool.py", failed)
+    )
     assert text == f"RewardFailureLimit: {failed}"
 
 
@@ -51,7 +55,8 @@ def test_a_full_disk_is_said_without_frames() -> None:
 
 
 def test_an_error_in_a_users_file_is_shown_by_its_own_lines(tmp_path) -> None:
-    """In the driver as in a rank, whose traceback comes as Ray's text: neither libraries nor this package."""
+    """In the driver as in a rank, whose traceback comes as Ray's text: neither libraries nor this
+    package."""
     own = tmp_path / "own.py"
     own.write_text("import json\n\ndef advantages(text):\n    return json.loads(text)\n")
     module = runpy.run_path(str(own))
@@ -77,7 +82,11 @@ def test_a_death_is_named_whoever_reports_it() -> None:
     session.remember("rollout engine 0", {**own_identity(), "pid": engine.pid})
     session.remember("policy rank 0", own_identity())
     engine.wait(PATIENCE_S)
-    waited = RayTaskError("sync", "Traceback: engine 0 failed while receiving weights", RuntimeError("engine 0 failed"))
+    waited = RayTaskError(
+        "sync",
+        "Traceback: engine 0 failed while receiving weights",
+        RuntimeError("engine 0 failed"),
+    )
     text = session.describe_failure(waited)
     assert "engine 0 failed while receiving weights" in text
     assert f"dead processes: rollout engine 0 (pid {engine.pid} on {socket.gethostname()})" in text
@@ -97,7 +106,9 @@ class Starts:
 
 
 def test_a_node_that_ray_gave_up_too_early_is_started_again(caplog):
-    start = Starts("The current node timed out during startup.", "The current node timed out during startup.")
+    start = Starts(
+        "The current node timed out during startup.", "The current node timed out during startup."
+    )
     assert start_with_retries(start) == "started" and start.calls == 3
     assert "trying again, 3 tries are left" in caplog.text
 
@@ -117,11 +128,15 @@ def test_other_errors_are_not_repeated_and_tries_end():
 def joined(monkeypatch):
     """A session on a cluster whose nodes give these answers."""
     monkeypatch.setenv("RAY_ADDRESS", "n1:6379")
-    monkeypatch.setattr(cluster, "living_nodes", lambda: [{"Resources": {"GPU": 1.0}}, {"Resources": {"CPU": 8.0}}])
+    monkeypatch.setattr(
+        cluster, "living_nodes", lambda: [{"Resources": {"GPU": 1.0}}, {"Resources": {"CPU": 8.0}}]
+    )
 
     def session(answers: dict) -> RaySession:
         def ask(question, nodes, timeout_s):
-            assert question is cluster.count_gpus and len(nodes) == 1, "nodes that Ray places ranks on are asked"
+            assert question is cluster.count_gpus and len(nodes) == 1, (
+                "nodes that Ray places ranks on are asked"
+            )
             return answers
 
         monkeypatch.setattr(cluster, "ask_nodes", ask)

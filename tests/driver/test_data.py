@@ -18,16 +18,28 @@ def load(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_tiny_policy(folder / "policy")
     prompts = ["abc", "x" * 10, "y" * 40]
-    (folder / "p.jsonl").write_text("".join(json.dumps({"q": p, "a": str(i)}) + "\n" for i, p in enumerate(prompts)))
+    (folder / "p.jsonl").write_text(
+        "".join(json.dumps({"q": p, "a": str(i)}) + "\n" for i, p in enumerate(prompts))
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
 
-    def call(overlong: str, limit: int = 10, file: str = "p.jsonl", text: str | None = None, chat: bool = False):
+    def call(
+        overlong: str,
+        limit: int = 10,
+        file: str = "p.jsonl",
+        text: str | None = None,
+        chat: bool = False,
+    ):
         if text is not None:
             (folder / file).write_text(text)
         data = SimpleNamespace(
-            max_samples=100, input_template=None, input_key="q", label_key="a", apply_chat_template=chat,
+            max_samples=100,
+            input_template=None,
+            input_key="q",
+            label_key="a",
+            apply_chat_template=chat,
             overlong_prompts=overlong,
-        )  # fmt: skip
+        )
         config = SimpleNamespace(data=data, train=SimpleNamespace(seed=1))
         return load_prompts(config, tokenizer, str(folder / file), "train", limit)
 
@@ -43,7 +55,10 @@ def test_overlong_prompts_are_counted_and_skipped(load):
 
 
 def test_or_refused_with_the_longest_one_and_the_remedies(load):
-    with pytest.raises(OverlongPromptError, match=r"1 of 3 prompts.*has 40: 'y.*--data.max_len.*overlong_prompts skip"):
+    with pytest.raises(
+        OverlongPromptError,
+        match=r"1 of 3 prompts.*has 40: 'y.*--data.max_len.*overlong_prompts skip",
+    ):
         load("error")
     assert load("error", limit=40).skipped_overlong == 0
 
@@ -58,7 +73,10 @@ def test_nothing_left_is_an_error(load):
     [
         ({"q": None, "a": "1"}, "has an empty 'q'"),
         ({"q": "b", "a": None}, "has an empty 'a'"),
-        ({"q": [{"role": "user", "content": "b"}], "a": "1"}, "has a list under 'q', which must be a text"),
+        (
+            {"q": [{"role": "user", "content": "b"}], "a": "1"},
+            "has a list under 'q', which must be a text",
+        ),
     ],
 )
 def test_records_that_are_no_prompts_are_said_so(load, record, fault):
@@ -82,12 +100,27 @@ def test_a_prompt_that_the_chat_template_cannot_form_names_the_options(load):
 def test_contents_that_are_lists_of_texts_are_these_texts(load, monkeypatch):
     """A template of texts alone would write such a list as Python does."""
     rows = [
-        {"q": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]}], "a": "2"},
+        {
+            "q": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}],
+                }
+            ],
+            "a": "2",
+        },
         {"q": "<image>2+2", "a": "4"},
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    monkeypatch.setattr(load.tokenizer, "chat_template", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    assert load("skip", limit=99, file="parts.jsonl", text=text, chat=True).prompts == ["[1+1]", "[<image>2+2]"]
+    monkeypatch.setattr(
+        load.tokenizer, "chat_template", "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    )
+    assert load("skip", limit=99, file="parts.jsonl", text=text, chat=True).prompts == [
+        "[1+1]",
+        "[<image>2+2]",
+    ]
     image = json.dumps({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "2"}) + "\n"
-    with pytest.raises(InputError, match="line 1 has a list under 'q', which must be a list of messages"):
+    with pytest.raises(
+        InputError, match="line 1 has a list under 'q', which must be a list of messages"
+    ):
         load("skip", file="image.jsonl", text=image, chat=True)

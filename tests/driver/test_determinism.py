@@ -1,4 +1,5 @@
-"""What ``train.full_determinism_enable`` reaches: processes of engines, of their workers, of the policy's ranks."""
+"""What ``train.full_determinism_enable`` reaches: processes of engines, of their workers, of the
+policy's ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ def test_engines_on_gpus_alone_are_batch_invariant(task):
 
 
 def test_the_settings_reach_every_process(task):
-    """An engine's workers are actors of another driver, vLLM's engine process: they inherit all that the engine has."""
+    """An engine's workers are actors of another driver, vLLM's engine process: they inherit all
+    that the engine has."""
     config = load_config([*task.options("out"), "--train.full_determinism_enable"])
     invariant = config.train.full_determinism_enable
     environment = engine_env(use_gpu=True, model_path="", batch_invariant=invariant) | fp8_env(True)
     with RaySession(policy_ranks=1, engines=1, env=worker_env(config), verbose=False):
         rank = ray.remote(Engine).options(num_cpus=1).remote()
-        engine = ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
+        engine = (
+            ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
+        )
         calls = [rank.describe.remote(), engine.describe.remote(), engine.describe_worker.remote()]
         of_rank, of_engine, of_worker = ray.get(calls, timeout=PATIENCE_S)
     assert of_rank["environment"][DETERMINISTIC] == "0"

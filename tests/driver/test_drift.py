@@ -20,7 +20,9 @@ def scores(*logprobs: float) -> LogprobEntropy:
 def check(monkeypatch):
     """A check of two ranks whose digests the test sets."""
     group = SimpleNamespace(digests=["a", "b"])
-    monkeypatch.setattr(gauges, "call_ranks", lambda group, who, method, timeout_s: list(group.digests))
+    monkeypatch.setattr(
+        gauges, "call_ranks", lambda group, who, method, timeout_s: list(group.digests)
+    )
     check = DriftCheck(group, tolerance=1e-4, mismatch_tolerance=0.2, timeout_s=1.0)
     check.before_training()
     return check
@@ -36,7 +38,12 @@ def test_a_step_that_changes_nothing_passes(check):
     ("digests", "logprob", "mismatch", "message"),
     [
         (["a", "x"], -2.0, None, r"the weights changed on the policy ranks \[1\]"),
-        (["a", "b"], -2.1, None, "log-probs of the batch moved by 5.00e-02 nats, allowed are 0.0001"),
+        (
+            ["a", "b"],
+            -2.1,
+            None,
+            "log-probs of the batch moved by 5.00e-02 nats, allowed are 0.0001",
+        ),
         (["a", "b"], float("nan"), None, "moved by nan nats"),
         (["a", "b"], -2.0, 0.3, "policy and engines differ by 3.00e-01 nats on average"),
     ],
@@ -49,7 +56,9 @@ def test_what_moved_is_named(check, digests, logprob, mismatch, message):
 
 def test_everything_that_moved_is_in_one_error(check):
     check.policy.digests = ["x", "x"]
-    with pytest.raises(DriftError, match=r"(?s)step 1 had learning rate 0.*ranks \[0, 1\].*moved by.*differ by"):
+    with pytest.raises(
+        DriftError, match=r"(?s)step 1 had learning rate 0.*ranks \[0, 1\].*moved by.*differ by"
+    ):
         check.after_training(scores(-1.0, -2.0), scores(-9.0, -2.0), 1.0)
 
 

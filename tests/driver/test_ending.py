@@ -15,14 +15,20 @@ def run_of(folder: Path, rewards: int) -> RunConfig:
         metrics.write(0, {"eval/accuracy": 0.25, "eval/accuracy_stderr": 0.013})
         for step in range(1, rewards + 1):
             metrics.write(step, {"reward/mean": step / 10, "accuracy/mean": 0.5})
-    paths = {"logger": {"metrics_path": str(folder / "metrics.jsonl")}, "ckpt": {"path": str(folder / "saved")}}
+    paths = {
+        "logger": {"metrics_path": str(folder / "metrics.jsonl")},
+        "ckpt": {"path": str(folder / "saved")},
+    }
     return RunConfig(**paths)
 
 
 def test_first_and_last_are_means_of_five_steps_at_most_and_never_of_the_same_ones(tmp_path):
     config = run_of(tmp_path, 12)
     found = results(config)
-    assert found["averaged_steps"] == 5 and [round(mean, 9) for mean, _ in found["reward"]] == [0.3, 1.0]
+    assert found["averaged_steps"] == 5 and [round(mean, 9) for mean, _ in found["reward"]] == [
+        0.3,
+        1.0,
+    ]
     assert found["steps"] == 12 and found["held_out"] == [(0.25, 0.013)] * 2
     (tmp_path / "one").mkdir()
     assert results(run_of(tmp_path / "one", 1))["reward"] == [(0.1, None)] * 2
@@ -50,9 +56,12 @@ def test_a_run_that_has_failed_says_from_where_it_goes_on_and_its_only_evaluatio
     (tmp_path / "saved/global_step4").mkdir(parents=True)
     (tmp_path / "saved/global_step4/controller.json").write_text("{}")
     saved = tmp_path / "saved/global_step4"
-    words = f"once the cause is mended, to go on from {saved}: the same command with --ckpt.load_enable"
+    words = (
+        f"once the cause is mended, to go on from {saved}: the same command with --ckpt.load_enable"
+    )
     assert f"  next:\n    {words}\n    openrlhf-ext report " in last_words(config, 137, 1.0)
     interrupted = last_words(config, 143, 1.0)
-    assert interrupted.startswith("the run was interrupted: ") and "--ckpt.load_enable" not in interrupted, (
-        "said before"
-    )
+    assert (
+        interrupted.startswith("the run was interrupted: ")
+        and "--ckpt.load_enable" not in interrupted
+    ), "said before"

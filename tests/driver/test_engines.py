@@ -1,4 +1,5 @@
-"""Engines that die, hang or fail, with actors in their place that do nothing else; who sleeps when."""
+"""Engines that die, hang or fail, with actors in their place that do nothing else; who sleeps
+when."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from openrlhf_ext.driver.engines import (
     is_engine_fault,
 )
 from openrlhf_ext.driver.experience import routed_by_engines, sequences_of
-from openrlhf_ext.driver.rollouts import Group, GroupRequests, Prompt, groups_from_plain, plain_groups
+from openrlhf_ext.driver.rollouts import (
+    Group,
+    GroupRequests,
+    Prompt,
+    groups_from_plain,
+    plain_groups,
+)
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
@@ -51,12 +58,22 @@ SAMPLING = Sampling(1.0, 1.0, 4, 8)
 
 
 def limits(
-    max_restarts: int, hang_timeout_s: float = PATIENCE_S, min_engines: int | None = None, **ds_and_vllm: bool
+    max_restarts: int,
+    hang_timeout_s: float = PATIENCE_S,
+    min_engines: int | None = None,
+    **ds_and_vllm: bool,
 ) -> RunConfig:
     """How often and when engines are replaced, and who sleeps."""
-    vllm = {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s, "start_timeout_s": PATIENCE_S}
+    vllm = {
+        "max_restarts": max_restarts,
+        "hang_timeout_s": hang_timeout_s,
+        "start_timeout_s": PATIENCE_S,
+    }
     vllm["min_engines"] = min_engines
-    vllm["enable_sleep"], ds = ds_and_vllm.get("vllm", False), {"enable_sleep": ds_and_vllm.get("ds", False)}
+    vllm["enable_sleep"], ds = (
+        ds_and_vllm.get("vllm", False),
+        {"enable_sleep": ds_and_vllm.get("ds", False)},
+    )
     return run_config(vllm=vllm, ds=ds, train={"step_timeout_s": PATIENCE_S})
 
 
@@ -81,9 +98,13 @@ class FakePolicy:
 
 
 def supervisor(
-    policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S,
-    deadline: Deadline | None = None, events: EventLog | None = None,
-) -> EngineSupervisor:  # fmt: skip
+    policy: Any = None,
+    engines: int = 2,
+    max_restarts: int = 3,
+    hang_timeout_s: float = PATIENCE_S,
+    deadline: Deadline | None = None,
+    events: EventLog | None = None,
+) -> EngineSupervisor:
     lives = [0] * engines
 
     def start(index: int) -> Any:
@@ -92,7 +113,9 @@ def supervisor(
 
     fleet = EngineFleet(start, engines)
     ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
-    return EngineSupervisor(fleet, policy, limits(max_restarts, hang_timeout_s), deadline=deadline, events=events)
+    return EngineSupervisor(
+        fleet, policy, limits(max_restarts, hang_timeout_s), deadline=deadline, events=events
+    )
 
 
 def answers(requests: GroupRequests, prompts: list[str]) -> list[tuple[str, str]]:
@@ -114,7 +137,9 @@ def sequential(of: EngineSupervisor) -> GroupRequests:
 
 
 @pytest.mark.parametrize("trouble", ["die", "lose the engine"])
-def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp_path: Path) -> None:
+def test_every_prompt_is_answered_once_although_an_engine_dies(
+    trouble: str, tmp_path: Path
+) -> None:
     policy, events = FakePolicy(), EventLog(tmp_path / "events.jsonl")
     events.step = 7
     recovering = supervisor(policy, events=events)
@@ -123,18 +148,28 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
     assert sorted(got) == sorted(prompts)
     assert got["b"] == "engine 1.0" and recovering.restarts == 1 and policy.told == [(2, [0])]
     ((_, told),) = read_lines(tmp_path / "events.jsonl")
-    assert (told["event"], told["step"], told["engines"], told["restarts"]) == ("engine_replaced", 7, [0], 1)
+    assert (told["event"], told["step"], told["engines"], told["restarts"]) == (
+        "engine_replaced",
+        7,
+        [0],
+        1,
+    )
     recovering._end(0), recovering._end(1)
 
 
 def test_experts_stay_where_they_are_outlive_their_engine_and_go_through_a_checkpoint() -> None:
     fleet = EngineFleet(lambda _: RoutingEngine.remote(), 1)
-    requests = GroupRequests(EngineSupervisor(fleet, FakePolicy(), limits(0)), max_requests=8, routed=True)
+    requests = GroupRequests(
+        EngineSupervisor(fleet, FakePolicy(), limits(0)), max_requests=8, routed=True
+    )
     for number in (3, 4):
         requests.ask(number, GroupRequest(str(number), "", 2, SAMPLING))
     groups: list[Group] = []
     while len(groups) < 2:
-        groups += [Group(Prompt(number, "", None), answer) for number, answer in requests.answers(PATIENCE_S)]
+        groups += [
+            Group(Prompt(number, "", None), answer)
+            for number, answer in requests.answers(PATIENCE_S)
+        ]
     ray.kill(fleet[0])
     plain, arrays = plain_groups(groups)
     assert arrays["experts"].nbytes == 2 * 2 * 1 * 3 * 2 * 2
@@ -144,17 +179,23 @@ def test_experts_stay_where_they_are_outlive_their_engine_and_go_through_a_check
             assert response.experts_RLK is None and response.experts_at is not None
             reference, place = response.experts_at
             told = ray.get(reference, timeout=PATIENCE_S)[place]
-            assert told.dtype == np.uint16 and told.shape == (1, 3, 2) and (told == 300 + sample).all()
+            assert (
+                told.dtype == np.uint16 and told.shape == (1, 3, 2) and (told == 300 + sample).all()
+            )
     batch = routed_by_engines(sequences_of(groups[0].responses), groups[0].responses)
     assert batch.routed_B is not None and [place for _, place in batch.routed_B] == [0, 1]
     with pytest.raises(ValueError, match="came without experts of its engine"):
-        routed_by_engines(batch, [dataclasses.replace(r, experts_at=None) for r in groups[0].responses])
+        routed_by_engines(
+            batch, [dataclasses.replace(r, experts_at=None) for r in groups[0].responses]
+        )
 
 
 HELD = "import re\n\nre.match('(a+)+$', 'a' * 99 + 'b')"
 
 
-@pytest.mark.parametrize("code", ["import time\n\ntime.sleep(10**9)", "while True:\n\n    pass", HELD])
+@pytest.mark.parametrize(
+    "code", ["import time\n\ntime.sleep(10**9)", "while True:\n\n    pass", HELD]
+)
 def test_code_that_blocks_an_engine_is_named_with_its_line(tmp_path: Path, code: str) -> None:
     """Also where it keeps the interpreter to itself."""
     agent = tmp_path / "agent.py"
@@ -164,7 +205,9 @@ def test_code_that_blocks_an_engine_is_named_with_its_line(tmp_path: Path, code:
     until(lambda: f'File "{agent}", line' in str(of.silence([0])), "the frames")
     told = str(of.silence([0]))
     assert re.search(
-        rf'they hang, in code that blocks the engine .*:\n\s+File "{agent}", line [123] in <module>\n', told
+        rf'they hang, in code that blocks the engine .*:\n\s+File "{agent}", line [123] in '
+        rf"<module>\n",
+        told,
     )
     assert f'File "{agent}"' in _one_line(of.silence([0])), "the line of the log, too"
     of._end(0)
@@ -199,7 +242,9 @@ def test_requests_beyond_what_an_engine_can_batch_wait_here_and_go_to_who_is_fre
         answered += len(requests.answers(PATIENCE_S))
         assert len(requests.pending) == min(4, 7 - answered)
     requests.ask("large", GroupRequest("large", "", 9, SAMPLING))
-    assert len(requests.pending) == 1, "a group that is too large for the bound goes to an idle engine"
+    assert len(requests.pending) == 1, (
+        "a group that is too large for the bound goes to an idle engine"
+    )
     assert requests.answers(PATIENCE_S)[0][0] == "large"
 
 
@@ -211,13 +256,16 @@ def test_an_error_of_the_users_code_is_not_cured_by_a_restart() -> None:
 
 
 def test_samples_from_a_sync_that_was_void_are_drawn_again_after_the_next_one() -> None:
-    with pytest.raises(InvalidWeights):  # no sync since it was asked: the engine should not have been used
+    # no sync since it was asked: the engine should not have been used
+    with pytest.raises(InvalidWeights):
         answers(sequential(supervisor(engines=1)), ["void"])
     recovering = supervisor(engines=1)
     requests = sequential(recovering)
     requests.ask("a", GroupRequest("void", "", 2, SAMPLING))
     assert recovering.repeat_until_sent(lambda: "sent") == "sent"
-    assert requests.answers(PATIENCE_S) == [] and requests.answers(PATIENCE_S) == [("a", ["void", "engine 0.0"])]
+    assert requests.answers(PATIENCE_S) == [] and requests.answers(PATIENCE_S) == [
+        ("a", ["void", "engine 0.0"])
+    ]
     assert recovering.restarts == 0
 
 
@@ -241,7 +289,11 @@ def test_a_new_engine_that_does_not_start_costs_another_restart() -> None:
 
     def start(index: int) -> Any:
         starts[index] += 1
-        return NotStarting.remote() if (index, starts[index]) == (1, 2) else MisbehavingEngine.remote(index, 0)
+        return (
+            NotStarting.remote()
+            if (index, starts[index]) == (1, 2)
+            else MisbehavingEngine.remote(index, 0)
+        )
 
     recovering = EngineSupervisor(EngineFleet(start, 2), policy, limits(3))
     recovering.replace(dict(enumerate(recovering.engines)), EngineDied("both are gone"))
@@ -276,7 +328,9 @@ def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:
     assert recovering.engines[0] is before[0] and recovering.engines[1] is not before[1]
     assert policy.told == [(2, [])], "the repeated sync brings the weights"
     with pytest.raises(WeightStreamAborted):
-        recovering.repeat_until_sent(lambda: ray.get(outcome.remote(WeightStreamAborted("missing: ['norm']"))))
+        recovering.repeat_until_sent(
+            lambda: ray.get(outcome.remote(WeightStreamAborted("missing: ['norm']")))
+        )
 
 
 def test_a_second_call_that_saw_the_same_fault_replaces_nothing() -> None:
@@ -293,20 +347,26 @@ def test_which_errors_are_an_engines_fault() -> None:
     assert engines_at_fault(ValueError("x")) == ()
 
 
-# ---- fewer engines, and more again -------------------------------------------------------------------------------
+# ---- fewer engines, and more again
+# -------------------------------------------------------------------------------
 
 
 class Elastic:
-    """Engines of which ``fewest`` are enough; the starts after the first of every engine are ``later`` ones."""
+    """Engines of which ``fewest`` are enough; the starts after the first of every engine are
+    ``later`` ones."""
 
-    def __init__(self, tmp_path: Path, engines: int = 2, fewest: int = 1, max_restarts: int = 0) -> None:
+    def __init__(
+        self, tmp_path: Path, engines: int = 2, fewest: int = 1, max_restarts: int = 0
+    ) -> None:
         self.policy, self.later = FakePolicy(), MisbehavingEngine
         self.starts = [0] * engines
         self._events = tmp_path / "events.jsonl"
         fleet = EngineFleet(self._start, engines)
         ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
         config = limits(max_restarts, min_engines=fewest)
-        self.supervisor = EngineSupervisor(fleet, self.policy, config, events=EventLog(self._events))
+        self.supervisor = EngineSupervisor(
+            fleet, self.policy, config, events=EventLog(self._events)
+        )
 
     def _start(self, index: int) -> Any:
         self.starts[index] += 1
@@ -315,10 +375,13 @@ class Elastic:
         return self.later.remote()
 
     def lose(self, *indexes: int) -> None:
-        self.supervisor.replace({index: self.supervisor.engines[index] for index in indexes}, EngineDied("gone"))
+        self.supervisor.replace(
+            {index: self.supervisor.engines[index] for index in indexes}, EngineDied("gone")
+        )
 
     def sync(self, *faults: tuple[int, ...]) -> list[int]:
-        """A weight sync that blames these, one set after the other; the engines of the one that succeeds."""
+        """A weight sync that blames these, one set after the other; the engines of the one that
+        succeeds."""
         left = list(faults)
 
         def send() -> list[int]:
@@ -334,11 +397,16 @@ class Elastic:
     @property
     def told(self) -> list[tuple[str, Any, Any]]:
         events = [record for _, record in read_lines(self._events)] if self._events.exists() else []
-        return [(e["event"], e["engine"] if "engine" in e else e["engines"], e.get("alive")) for e in events]
+        return [
+            (e["event"], e["engine"] if "engine" in e else e["engines"], e.get("alive"))
+            for e in events
+        ]
 
 
 @pytest.mark.parametrize("trouble", ["die", "stop"])
-def test_a_run_goes_on_with_fewer_engines_and_takes_a_new_one_in_at_a_weight_sync(trouble: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_fewer_engines_and_takes_a_new_one_in_at_a_weight_sync(
+    trouble: str, tmp_path: Path
+) -> None:
     run = Elastic(tmp_path)
     if trouble == "stop":
         run.supervisor.config = limits(0, 4.0, 1)
@@ -350,11 +418,16 @@ def test_a_run_goes_on_with_fewer_engines_and_takes_a_new_one_in_at_a_weight_syn
     assert len(run.supervisor.ask("process_info")) == 1
     run.until_back()
     assert run.policy.told[-1] == (2, []), "the sync brings the weights"
-    assert {engine for _, engine in answers(requests, ["e", "f", "g", "h"])} == {"engine 0.1", "engine 1.0"}
+    assert {engine for _, engine in answers(requests, ["e", "f", "g", "h"])} == {
+        "engine 0.1",
+        "engine 1.0",
+    }
     assert run.told[1:] == [("engine_joined", 0, 2)] and run.supervisor.restarts == 1
 
 
-def test_engines_that_a_sync_blames_are_named_by_their_positions_although_one_is_lost(tmp_path: Path) -> None:
+def test_engines_that_a_sync_blames_are_named_by_their_positions_although_one_is_lost(
+    tmp_path: Path,
+) -> None:
     run = Elastic(tmp_path, engines=3)
     run.later = NotStarting
     run.lose(0)
@@ -369,11 +442,15 @@ def test_a_new_engine_that_fails_at_its_first_sync_has_not_joined(tmp_path: Path
     run.lose(1)
     until(lambda: ray.wait([run.supervisor._starts[1][0]], timeout=0)[0], "the new engine")
     assert run.sync((1,)) == [0]
-    assert run.told == [("engine_lost", 1, 1), ("engine_lost", 1, 1)] and run.supervisor.restarts == 0
+    assert (
+        run.told == [("engine_lost", 1, 1), ("engine_lost", 1, 1)] and run.supervisor.restarts == 0
+    )
     assert run.starts == [1, 2], "the next start comes a minute after the last one"
 
 
-def test_what_does_not_start_is_tried_again_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_start_is_tried_again_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver_engines, "_START_AGAIN_S", 0.5)
     run = Elastic(tmp_path)
     run.later = NotStarting
@@ -384,7 +461,10 @@ def test_what_does_not_start_is_tried_again_and_nobody_waits(tmp_path: Path, mon
     run.later = MisbehavingEngine.options(num_cpus=10**6)
     run._start = lambda index: run.later.remote(index, 1)
     run.supervisor.engines._start = run._start
-    until(lambda: ray.wait([run.supervisor._starts[0][0]], timeout=0)[0] == [] and run.sync() == [1], "one that waits")
+    until(
+        lambda: ray.wait([run.supervisor._starts[0][0]], timeout=0)[0] == [] and run.sync() == [1],
+        "one that waits",
+    )
     run.supervisor.config = run.supervisor.config.model_copy(
         update={"vllm": run.supervisor.config.vllm.model_copy(update={"start_timeout_s": 0.1})}
     )
@@ -396,7 +476,9 @@ def test_below_the_fewest_engines_are_waited_for_and_restarts_are_counted(tmp_pa
     run = Elastic(tmp_path, engines=2, fewest=1, max_restarts=1)
     run.lose(0, 1)
     assert run.told == [("engine_lost", 0, 1), ("engine_replaced", [1], None)]
-    assert run.policy.told == [(1, [0])] and run.starts[1] == 2, "of one engine it is the first that gets weights"
+    assert run.policy.told == [(1, [0])] and run.starts[1] == 2, (
+        "of one engine it is the first that gets weights"
+    )
     run.until_back()
     assert run.supervisor.restarts == 2
     run.lose(0)
@@ -404,7 +486,8 @@ def test_below_the_fewest_engines_are_waited_for_and_restarts_are_counted(tmp_pa
         run.lose(1)
 
 
-# ---- who sleeps when ----------------------------------------------------------------------------------------------
+# ---- who sleeps when
+# ----------------------------------------------------------------------------------------------
 
 
 class FakeGroup:
@@ -419,8 +502,12 @@ class FakeGroup:
 
 
 def shared_gpus(
-    policy: FakeGroup, trouble: str = "", how: int = signal.SIGKILL, sleep: bool = True, max_restarts: int = 1,
-) -> tuple[GpuSharing, EngineSupervisor]:  # fmt: skip
+    policy: FakeGroup,
+    trouble: str = "",
+    how: int = signal.SIGKILL,
+    sleep: bool = True,
+    max_restarts: int = 1,
+) -> tuple[GpuSharing, EngineSupervisor]:
     """Two engines on the policy's GPUs, of which the second one fails as ``SleepyEngine`` says."""
     lives = [0, 0]
 
@@ -470,13 +557,20 @@ def test_who_does_not_sleep_is_left_alone() -> None:
 
 
 # both are asked for in one way: of one the engine dies, of the other it hangs
-@pytest.mark.parametrize(("trouble", "how"), [("wake_up", signal.SIGKILL), ("sleep", signal.SIGSTOP)])
-def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_again(trouble: str, how: int) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "how"), [("wake_up", signal.SIGKILL), ("sleep", signal.SIGSTOP)]
+)
+def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_again(
+    trouble: str, how: int
+) -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy, trouble, how)
     with sharing.generation(lambda: False):
         pass
-    assert told(engines) == [["wake_up", "sleep"], ["wake_up", "sleep"] if trouble == "wake_up" else ["sleep"]]
+    assert told(engines) == [
+        ["wake_up", "sleep"],
+        ["wake_up", "sleep"] if trouble == "wake_up" else ["sleep"],
+    ]
     assert engines.restarts == 1 and policy.told == ["offload_states", "replace_engines"]
 
 
@@ -491,7 +585,9 @@ def test_a_sync_is_repeated_without_an_engine_that_died_or_hung_while_it_slept(h
 
 def test_without_restarts_the_fault_is_told() -> None:
     sharing, engines = shared_gpus(FakeGroup(), "wake_weights", max_restarts=0)
-    with pytest.raises(EngineFailed, match="rollout engine 1 failed while waking up for new weights"):
+    with pytest.raises(
+        EngineFailed, match="rollout engine 1 failed while waking up for new weights"
+    ):
         engines.repeat_until_sent(sharing.wake_weights)
     sharing, engines = shared_gpus(FakeGroup(), "sleep")
     engines.restarts = 1

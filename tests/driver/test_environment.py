@@ -42,7 +42,8 @@ def task(tmp_path: Path) -> Task:
 
 
 def test_an_error_of_one_nccl_group_is_no_reason_to_end_processes(task: Task) -> None:
-    """Engines inherit it, as all that is in the environment of the run's workers (test_determinism)."""
+    """Engines inherit it, as all that is in the environment of the run's workers
+    (test_determinism)."""
     assert worker_env(load_config(task.options("out")))["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
@@ -51,7 +52,9 @@ def test_transformer_engine_finds_the_headers_it_compiles_with(
 ) -> None:
     fp8 = load_config([*task.options("out"), "--fp8.enable", "--megatron.param_dtype", "bf16"])
     assert worker_env(fp8)[INCLUDE] == str(cuda / "include")
-    assert "CUDA_HOME" not in worker_env(fp8), "by that it would load the toolkit's libraries instead of torch's"
+    assert "CUDA_HOME" not in worker_env(fp8), (
+        "by that it would load the toolkit's libraries instead of torch's"
+    )
     monkeypatch.setenv(INCLUDE, "/own")
     assert worker_env(fp8)[INCLUDE] == "/own"
     assert INCLUDE not in worker_env(load_config(task.options("out")))
@@ -59,19 +62,31 @@ def test_transformer_engine_finds_the_headers_it_compiles_with(
 
 def test_the_checks_for_a_gpu_set_it_too(cuda: Path) -> None:
     command = f"source {ROOT}/tests/gpu/environment.sh; echo ${INCLUDE}"
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(cuda.parents[1])}
-    answer = subprocess.run(["bash", "-c", command, "run.sh"], env=environment, capture_output=True, text=True)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(cuda.parents[1]),
+    }
+    answer = subprocess.run(
+        ["bash", "-c", command, "run.sh"], env=environment, capture_output=True, text=True
+    )
     assert answer.stdout.strip() == str(cuda / "include"), answer.stderr
 
 
-def test_deep_gemm_finds_a_compiler(cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_gemm_finds_a_compiler(
+    cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = fp8_env(use_gpu=True)
     assert environment["CUDA_HOME"] == str(cuda)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:${{PATH}}"
     assert environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] == "0"
-    assert engine_env(use_gpu=True, model_path="")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "not the ranks' 1"
+    assert engine_env(use_gpu=True, model_path="")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", (
+        "not the ranks' 1"
+    )
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in engine_env(use_gpu=False, model_path="")
-    assert not {"CUDA_HOME", "PATH"} & (engine_env(use_gpu=True, model_path="").keys() | fp8_env(use_gpu=False).keys())
+    assert not {"CUDA_HOME", "PATH"} & (
+        engine_env(use_gpu=True, model_path="").keys() | fp8_env(use_gpu=False).keys()
+    )
     monkeypatch.setenv("CUDA_HOME", "/own")
     assert fp8_env(use_gpu=True)["CUDA_HOME"] == "/own"
     monkeypatch.delenv("CUDA_HOME")
@@ -85,9 +100,10 @@ def test_deep_gemm_finds_a_compiler(cuda: Path, tmp_path: Path, monkeypatch: pyt
 def test_gpus_are_named_by_nvml_and_cuda_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one alone is shown to this process."""
     asked = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda index: ("NVIDIA H100 80GB HBM3", "NVIDIA H200")[index],
-    )  # fmt: skip
+    )
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 1)

@@ -19,7 +19,12 @@ from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.driver import experience
-from openrlhf_ext.driver.experience import ExperienceMaker, responses_of, rollout_batch, training_shards
+from openrlhf_ext.driver.experience import (
+    ExperienceMaker,
+    responses_of,
+    rollout_batch,
+    training_shards,
+)
 from openrlhf_ext.driver.gauges import recounted
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, deal
@@ -36,7 +41,9 @@ GROUP = 4
 def make_batch(groups: int, seed: int = 0) -> tuple[SequenceBatch, RolloutBatch]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (groups * GROUP,), generator=generator).tolist()
-    sequences = [torch.randint(2, 50, (3 + length,), generator=generator).numpy() for length in lengths]
+    sequences = [
+        torch.randint(2, 50, (3 + length,), generator=generator).numpy() for length in lengths
+    ]
     batch = sequence_batch(sequences, [[(3, 3 + length)] for length in lengths])
     count = batch.responses.tokens
     rollout = RolloutBatch(
@@ -58,9 +65,11 @@ def test_steps_are_of_whole_groups():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    groups=st.integers(1, 7), ranks=st.integers(1, 5), per_step=st.integers(1, 4),
+    groups=st.integers(1, 7),
+    ranks=st.integers(1, 5),
+    per_step=st.integers(1, 4),
     name=st.sampled_from(["grpo", "dapo", "gtpo_entropy"]),
-)  # fmt: skip
+)
 def test_losses_of_all_shards_add_up_to_the_loss_of_each_mini_batch(groups, ranks, per_step, name):
     options = {"alpha1": 1.0, "alpha2": 0.1} if name == "gtpo_entropy" else {}
     algorithm = get_algorithm(name, **options)
@@ -70,20 +79,32 @@ def test_losses_of_all_shards_add_up_to_the_loss_of_each_mini_batch(groups, rank
     chunks = list(group_chunks(len(batch), GROUP, per_step * GROUP))
     deals = deal(batch, chunks, ranks)
     shards = pickle.loads(pickle.dumps(training_shards(shaped, chunks, deals)))
-    assert all(len(shard.mini_batches) == len(chunks) for shard in shards), "every rank takes part in every step"
+    assert all(len(shard.mini_batches) == len(chunks) for shard in shards), (
+        "every rank takes part in every step"
+    )
     for step, chunk in enumerate(chunks):
-        assert sorted(row for own in deals for row in own.steps[step]) == list(range(chunk.start, chunk.stop))
+        assert sorted(row for own in deals for row in own.steps[step]) == list(
+            range(chunk.start, chunk.stop)
+        )
         whole = algorithm.loss(batch.responses.take(new, chunk), shaped.mini_batch(chunk)).value
         total = 0.0
         for own, shard in zip(deals, shards, strict=True):
             part = shard.mini_batches[step]
-            assert torch.equal(part.old_logprobs, batch.responses.take(rollout.old_logprobs, own.steps[step]))
-            total += algorithm.loss(batch.responses.take(new, own.steps[step]), part).value if len(part) else 0.0
+            assert torch.equal(
+                part.old_logprobs, batch.responses.take(rollout.old_logprobs, own.steps[step])
+            )
+            total += (
+                algorithm.loss(batch.responses.take(new, own.steps[step]), part).value
+                if len(part)
+                else 0.0
+            )
         assert torch.allclose(total, whole, atol=1e-12)
 
 
 def group(text: str, count: int) -> SimpleNamespace:
-    return SimpleNamespace(prompt=SimpleNamespace(text=text), responses=[f"{text}{i}" for i in range(count)])
+    return SimpleNamespace(
+        prompt=SimpleNamespace(text=text), responses=[f"{text}{i}" for i in range(count)]
+    )
 
 
 def ordered(texts: list[str], per_step: int, seed: int = 1, batches: int = 0) -> list[str]:
@@ -93,7 +114,11 @@ def ordered(texts: list[str], per_step: int, seed: int = 1, batches: int = 0) ->
 
 
 def test_groups_are_sorted_by_prompt_where_there_is_one_update():
-    assert ordered(["b", "c", "a"], per_step=3) == ordered(["c", "b", "a"], per_step=4) == ["a", "b", "c"]
+    assert (
+        ordered(["b", "c", "a"], per_step=3)
+        == ordered(["c", "b", "a"], per_step=4)
+        == ["a", "b", "c"]
+    )
     assert responses_of([group("b", 2), group("a", 2)], 2) == ["b0", "b1", "a0", "a1"]
 
 
@@ -102,13 +127,18 @@ def test_mini_batches_are_random_parts_of_the_batch():
     texts = [f"{'Code' if i % 2 else 'Maths'} {i:02}" for i in range(32)]
     order = ordered(texts, per_step=8)
     assert sorted(order) == sorted(texts) and ordered(texts[::-1], per_step=8) == order
-    assert len({tuple(ordered(texts, 8, seed, batches)) for seed in (1, 2) for batches in (0, 1, 2)}) == 6
+    assert (
+        len({tuple(ordered(texts, 8, seed, batches)) for seed in (1, 2) for batches in (0, 1, 2)})
+        == 6
+    )
     kinds = [{text.split()[0] for text in order[start : start + 8]} for start in range(0, 32, 8)]
     assert all(found == {"Code", "Maths"} for found in kinds)
 
 
 def test_broken_groups_are_refused():
-    with pytest.raises(ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"):
+    with pytest.raises(
+        ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"
+    ):
         responses_of([group("a", 2), group("b", 1)], 2)
 
 
@@ -121,17 +151,26 @@ def maker(kl: KLCoefficient, replicas: int = 2) -> ExperienceMaker:
     def scored(scale: float) -> Callable[[SequenceBatch], np.ndarray]:
         return lambda batch: -scale * batch.targets_N.float().numpy()
 
-    policy = LocalGroup(replicas, 1, forward=lambda batch: [scored(0.1)(batch), scored(-0.2)(batch)])
+    policy = LocalGroup(
+        replicas, 1, forward=lambda batch: [scored(0.1)(batch), scored(-0.2)(batch)]
+    )
     reference = LocalGroup(1, 1, forward=scored(0.2))
     return ExperienceMaker(
-        policy, algorithm=get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"}), group_size=2,
-        mini_batch_size=2, reference=Scorer(reference, "forward"), kl=kl,
-    )  # fmt: skip
+        policy,
+        algorithm=get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"}),
+        group_size=2,
+        mini_batch_size=2,
+        reference=Scorer(reference, "forward"),
+        kl=kl,
+    )
 
 
 def graded(number: int, *, truncated: tuple[bool, bool] = (False, False)) -> Group:
     right, wrong = (response(f"{number}" * (number + 1), 3, 3, score) for score in (1.0, 0.0))
-    cut = [dataclasses.replace(made, truncated=at) for made, at in zip((right, wrong), truncated, strict=True)]
+    cut = [
+        dataclasses.replace(made, truncated=at)
+        for made, at in zip((right, wrong), truncated, strict=True)
+    ]
     return Group(Prompt(number, f"{number}", "label"), cut)
 
 
@@ -140,14 +179,21 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     made.kl.update(1.0, 4)
     groups = [graded(0, truncated=(False, True)), graded(1)]
     experience = made.make(groups, version=4, get=get, shown=0)
-    assert experience.metrics["response/truncated_rate"] == 0.25 and experience.metrics["staleness/max"] == 1
+    assert (
+        experience.metrics["response/truncated_rate"] == 0.25
+        and experience.metrics["staleness/max"] == 1
+    )
     assert experience.metrics["accuracy/mean"] == 0.5 and experience.metrics["reward/mean"] == 0.0
-    assert experience.metrics["kl/coef"] == pytest.approx(0.5 * 1.2) and made.kl.value == pytest.approx(0.5 * 1.44)
+    assert experience.metrics["kl/coef"] == pytest.approx(
+        0.5 * 1.2
+    ) and made.kl.value == pytest.approx(0.5 * 1.44)
     assert [sample["truncated"] for sample in experience.samples] == [False, True, False, False]
     carries_loss = [sample["loss_mask"] for sample in experience.samples]
     assert carries_loss == [[1, 1], [0, 0], [1, 1], [1, 1]], "what was cut off teaches nothing"
     losses = [mini for shard in experience.shards for mini in shard.mini_batches if len(mini)]
-    assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, "as it was steered to"
+    assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, (
+        "as it was steered to"
+    )
     assert [shard.seed for shard in experience.shards] == [1, 1]
 
 
@@ -159,7 +205,9 @@ def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch, caplog) -
 
     def spoiled(*arguments: Any) -> RolloutBatch:
         rollout = rollout_batch(*arguments)
-        return dataclasses.replace(rollout, rewards=torch.cat([rollout.rewards[:-1], rollout.rewards[-1:] + 1e-6]))
+        return dataclasses.replace(
+            rollout, rewards=torch.cat([rollout.rewards[:-1], rollout.rewards[-1:] + 1e-6])
+        )
 
     monkeypatch.setattr(experience, "rollout_batch", spoiled)
     found = made.make(groups, 4, get).metrics
@@ -170,7 +218,9 @@ def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch, caplog) -
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_an_estimator_that_driver_and_ranks_have_wrong_alike_is_seen(monkeypatch, exchanged, cut) -> None:
+def test_an_estimator_that_driver_and_ranks_have_wrong_alike_is_seen(
+    monkeypatch, exchanged, cut
+) -> None:
     made = maker(KLCoefficient(0.5), replicas=1)
     made.mini_batch_size = 4
     if exchanged:
@@ -186,14 +236,22 @@ def test_an_estimator_that_driver_and_ranks_have_wrong_alike_is_seen(monkeypatch
 
 
 @pytest.mark.parametrize("source", ["update", "engine"])
-def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_same_names(source: str) -> None:
-    """What the run is told, and the next KL coefficient, are as with a pass; the loss has no old log-probs, or those
-    of the engines."""
+def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_same_names(
+    source: str,
+) -> None:
+    """What the run is told, and the next KL coefficient, are as with a pass; the loss has no old
+    log-probs, or those of the engines."""
     with_pass, without = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
     without.source = source
     groups = [graded(0), graded(1)]
-    expected, made = (each.make(groups, version=4, get=get, shown=0) for each in (with_pass, without))
-    assert made.old is None and made.samples == [] and not {"kl/rollout", "entropy/mean"} & set(made.metrics)
+    expected, made = (
+        each.make(groups, version=4, get=get, shown=0) for each in (with_pass, without)
+    )
+    assert (
+        made.old is None
+        and made.samples == []
+        and not {"kl/rollout", "entropy/mean"} & set(made.metrics)
+    )
     own = {mini.old_logprobs is not None for shard in made.shards for mini in shard.mini_batches}
     assert own == {source == "engine"} and without.policy.calls == []
     forward = without.policy.methods["forward"]
@@ -201,9 +259,13 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
     after = without.completed(made, get)
     # ratios are to the engines' log-probs: another loss
     times = {"time/logprob", "time/shape", *(["expected/loss"] if source == "engine" else [])}
-    found, wanted = ({n: v for n, v in it.metrics.items() if n not in times} for it in (after, expected))
+    found, wanted = (
+        {n: v for n, v in it.metrics.items() if n not in times} for it in (after, expected)
+    )
     assert found == pytest.approx(wanted) and "entropy/mean" in found
-    assert after.samples == expected.samples and torch.equal(after.old.logprobs_N, expected.old.logprobs_N)
+    assert after.samples == expected.samples and torch.equal(
+        after.old.logprobs_N, expected.old.logprobs_N
+    )
     assert without.kl.value == with_pass.kl.value != 0.5
     assert without.completed(after, get) is after
 
@@ -211,27 +273,53 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
 def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> None:
     groups = [graded(0), graded(1)]
     first = groups[0].responses[0]
-    turns = {"tokens_S": np.array([1, 2, 5, 8, 9, 6, 7], np.int32), "actions": ((2, 3), (5, 6)), "versions": ()}
+    turns = {
+        "tokens_S": np.array([1, 2, 5, 8, 9, 6, 7], np.int32),
+        "actions": ((2, 3), (5, 6)),
+        "versions": (),
+    }
     groups[0].responses[0] = dataclasses.replace(first, **turns)
     groups[1] = dataclasses.replace(groups[1], prompt=Prompt(1, "1", {"answer": ["x", 2]}))
-    two, plain, *labeled = maker(KLCoefficient(0.5)).make(groups, version=3, get=get, shown=0).samples
-    assert two["token_ids"] == [5, 8, 9, 6, 7] and two["environment"] == [0, 1, 1, 0, 1] and two["label"] == "label"
-    assert two["logprobs"] == pytest.approx([-0.5, 0, 0, -0.6, 0]) and two["loss_mask"] == [1, 0, 0, 1, 0]
-    assert two["entropies"] == pytest.approx([1.0, 0, 0, 1.2, 0]) and two["advantages"][1:3] == [0, 0]
+    two, plain, *labeled = (
+        maker(KLCoefficient(0.5)).make(groups, version=3, get=get, shown=0).samples
+    )
+    assert (
+        two["token_ids"] == [5, 8, 9, 6, 7]
+        and two["environment"] == [0, 1, 1, 0, 1]
+        and two["label"] == "label"
+    )
+    assert two["logprobs"] == pytest.approx([-0.5, 0, 0, -0.6, 0]) and two["loss_mask"] == [
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
+    assert two["entropies"] == pytest.approx([1.0, 0, 0, 1.2, 0]) and two["advantages"][1:3] == [
+        0,
+        0,
+    ]
     assert "environment" not in plain and labeled[0]["label"] == {"answer": ["x", 2]}
 
 
 def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
-    """The grade is of the whole sequence, and everything that reads a reward gets it; the group's does not change."""
+    """The grade is of the whole sequence, and everything that reads a reward gets it; the group's
+    does not change."""
     made = maker(KLCoefficient(0.5))
-    ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)  # one token was added
+    # one token was added
+    ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)
     made.reward = Scorer(ends, "forward")
     groups = [
-        Group(group.prompt, [dataclasses.replace(one, reward=None, score=None) for one in group.responses])
+        Group(
+            group.prompt,
+            [dataclasses.replace(one, reward=None, score=None) for one in group.responses],
+        )
         for group in (graded(1), graded(0))
     ]
     longer = groups[0].responses[1]
-    groups[0].responses[1] = dataclasses.replace(longer, tokens_S=np.append(longer.tokens_S, np.int32(7)), versions=())
+    groups[0].responses[1] = dataclasses.replace(
+        longer, tokens_S=np.append(longer.tokens_S, np.int32(7)), versions=()
+    )
     experience = made.make(groups, version=4, get=get, shown=0)
     lengths = [[len(one.tokens_S) for one in group.responses] for group in experience.groups]
     assert [[one.reward for one in group.responses] for group in experience.groups] == [
@@ -239,9 +327,18 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     ]
     assert [group.prompt.number for group in experience.groups] == [0, 1]
     rewards = [one.reward for group in experience.groups for one in group.responses]
-    assert [sample["reward"] for sample in experience.samples] == [sample["score"] for sample in experience.samples]
-    assert sorted(sample["reward"] for sample in experience.samples) == sorted(rewards) and len(set(rewards)) > 1
-    assert experience.metrics["reward/mean"] == experience.metrics["score/mean"] == pytest.approx(np.mean(rewards))
+    assert [sample["reward"] for sample in experience.samples] == [
+        sample["score"] for sample in experience.samples
+    ]
+    assert (
+        sorted(sample["reward"] for sample in experience.samples) == sorted(rewards)
+        and len(set(rewards)) > 1
+    )
+    assert (
+        experience.metrics["reward/mean"]
+        == experience.metrics["score/mean"]
+        == pytest.approx(np.mean(rewards))
+    )
     assert groups[0].responses[0].reward is None
     with pytest.raises(ValueError, match="a completion is not graded"):
         maker(KLCoefficient(0.5)).make(groups, version=4, get=get)
@@ -265,7 +362,11 @@ class RunningMean(Grpo):
     def advantages(self, inputs):
         rewards_B = inputs.batch.rewards
         self.mean_1 = 0.7 * self.mean_1 + 0.3 * (rewards_B + inputs.groups.lengths_B).mean()
-        return {"advantages": inputs.segments.spread((rewards_B - self.mean_1).to(inputs.batch.float_dtype))}
+        return {
+            "advantages": inputs.segments.spread(
+                (rewards_B - self.mean_1).to(inputs.batch.float_dtype)
+            )
+        }
 
     def state_dict(self):
         return {"mean": self.mean_1}
@@ -288,7 +389,9 @@ def test_what_a_method_keeps_lasts_over_batches_and_a_resume(target, caplog) -> 
     before.make([graded(2), graded(3)], version=3, get=get)
     resumed.load_state_dict(plain_copy(before.state_dict()))
     assert before.algorithm.mean_1.item() == pytest.approx(0.7 * 0.6 + 0.6) and not caplog.records
-    one, other, anew = (it.make([graded(4), graded(5)], 4, get) for it in (before, resumed, with_mean()))
+    one, other, anew = (
+        it.make([graded(4), graded(5)], 4, get) for it in (before, resumed, with_mean())
+    )
     advantages = [made.shards[0].mini_batches[0].advantages for made in (one, other, anew)]
     assert torch.equal(*advantages[:2]) and not torch.equal(*advantages[1:])
     state = before.state_dict()

@@ -1,4 +1,5 @@
-"""Groups of which a guide samples a part: with simulated engines, and with actors that die and hang."""
+"""Groups of which a guide samples a part: with simulated engines, and with actors that die and
+hang."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 import ray
 
 from openrlhf_ext.driver.engines import EngineSupervisor
-from openrlhf_ext.driver.rollouts import Group, GroupRequests, GuidedRequests, PromptStream, Rollouts
+from openrlhf_ext.driver.rollouts import (
+    Group,
+    GroupRequests,
+    GuidedRequests,
+    PromptStream,
+    Rollouts,
+)
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest
@@ -26,7 +33,9 @@ class TwoSources:
         self.policy, self.guide = Requests(), Requests()
         stream = PromptStream(Loader(prompts), 1)
         requests = GuidedRequests(self.policy, self.guide)
-        self.rollouts = Rollouts(stream, requests, options(samples=3, guide_samples=1, **changes), Deadline())
+        self.rollouts = Rollouts(
+            stream, requests, options(samples=3, guide_samples=1, **changes), Deadline()
+        )
 
     def at_once(self) -> TwoSources:
         self.policy.at_once = self.guide.at_once = True
@@ -53,7 +62,9 @@ def test_a_group_is_finished_when_both_parts_are_there() -> None:
         key = next(iter(first.waiting))
         first.finish(key)
         made.pump()
-        assert made.gauges()["groups/queued"] == queued, "one part of a group was taken for the group"
+        assert made.gauges()["groups/queued"] == queued, (
+            "one part of a group was taken for the group"
+        )
         second.finish(key)
         made.pump()
         assert made.gauges()["groups/queued"] == queued + 1
@@ -66,7 +77,11 @@ def test_the_parts_of_a_group_have_seeds_of_their_own() -> None:
         world.policy.stuck = world.guide.stuck = {2, 3}
         world.rollouts.take(0)
         world.rollouts.pump()
-        return [request.seed for source in (world.policy, world.guide) for request, _ in source.waiting.values()]
+        return [
+            request.seed
+            for source in (world.policy, world.guide)
+            for request, _ in source.waiting.values()
+        ]
 
     assert len(set(seeds())) == 4 and seeds() == seeds()
 
@@ -108,7 +123,8 @@ def test_what_is_half_there_when_the_run_is_cut_is_asked_for_again_whole() -> No
     assert again.policy.asked[0] == again.guide.asked[0] == 2
 
 
-# ---- with Ray -------------------------------------------------------------------------------------------------------
+# ---- with Ray
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +137,9 @@ def ray_session() -> Iterator[None]:
 def requests(number: int, name: str, how: int = 0) -> tuple[GroupRequests, EngineSupervisor]:
     """To one engine, which ends or stops by the signal ``how`` at the prompt "trouble"."""
     lives = iter(range(9))
-    fleet = EngineFleet(lambda index: SamplingEngine.remote(number, next(lives) if how else 1, how), 1)
+    fleet = EngineFleet(
+        lambda index: SamplingEngine.remote(number, next(lives) if how else 1, how), 1
+    )
     ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
     vllm = {"max_restarts": 2, "hang_timeout_s": 5.0, "start_timeout_s": PATIENCE_S}
     supervisor = EngineSupervisor(fleet, None, run_config(vllm=vllm), name=name)
@@ -129,15 +147,22 @@ def requests(number: int, name: str, how: int = 0) -> tuple[GroupRequests, Engin
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_of_the_guide_that_dies_or_hangs_is_replaced(ray_session: None, how: int, caplog) -> None:
-    (policy, of_policy), (guide, of_guide) = requests(1, "rollout engine"), requests(2, "guide engine", how)
+def test_an_engine_of_the_guide_that_dies_or_hangs_is_replaced(
+    ray_session: None, how: int, caplog
+) -> None:
+    (policy, of_policy), (guide, of_guide) = (
+        requests(1, "rollout engine"),
+        requests(2, "guide engine", how),
+    )
     both = GuidedRequests(policy, guide)
     prompts = ["a", "trouble", "b"]
     for prompt in prompts:
         both.ask(prompt, GroupRequest(prompt, "", 3, SAMPLING, guide_samples=1))
     got = {}
     while len(got) < len(prompts):
-        got |= {key: [(r.tokens_S[1], r.from_guide) for r in group] for key, group in both.answers(1.0)}
+        got |= {
+            key: [(r.tokens_S[1], r.from_guide) for r in group] for key, group in both.answers(1.0)
+        }
     assert got == dict.fromkeys(prompts, [(1, False), (1, False), (2, True)])
     assert (of_policy.restarts, of_guide.restarts) == (0, 1)
     assert "replacing guide engines [0] (restart 1 of at most 2)" in caplog.text

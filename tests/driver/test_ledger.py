@@ -1,4 +1,5 @@
-"""Drivers that are killed between any two events: every prompt is trained exactly once, or named with its reason."""
+"""Drivers that are killed between any two events: every prompt is trained exactly once, or named
+with its reason."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Killed(BaseException):
 
 
 class Unsteady(Requests):
-    """Groups finish in any order; those of the prompts 1, 4, ... are filtered, of 5 the policy wrote nothing."""
+    """Groups finish in any order; those of the prompts 1, 4, ... are filtered, of 5 the policy
+    wrote nothing."""
 
     def __init__(self, life: Life) -> None:
         super().__init__(score=lambda text: 1.0 if int(text) % 3 == 1 else 0.5)
@@ -41,20 +43,29 @@ class Unsteady(Requests):
     def answers(self, timeout_s: float) -> list:
         self.life.tick()
         waiting, chance = list(self.waiting), self.life.chance
-        self.finish(*chance.sample(waiting, chance.randint(int(timeout_s > 0 and bool(waiting)), len(waiting))))
+        self.finish(
+            *chance.sample(
+                waiting, chance.randint(int(timeout_s > 0 and bool(waiting)), len(waiting))
+            )
+        )
         nothing = Response.empty([1, 2], 0.0, {"reward_failed": 1.0})
         return [
-            (key, [nothing, *made[1:]] if not isinstance(key, tuple) and key % PROMPTS == 5 else made)
+            (
+                key,
+                [nothing, *made[1:]] if not isinstance(key, tuple) and key % PROMPTS == 5 else made,
+            )
             for key, made in super().answers(timeout_s)
         ]
 
 
 class Life:
-    """A run through all of its attempts. ``trained``: numbers by step, as the policy got them; ``kills`` says after
-    how many events an attempt ends; ``spoil`` changes the first checkpoint that has something of everything, and the
-    attempt ends there."""
+    """A run through all of its attempts. ``trained``: numbers by step, as the policy got them;
+    ``kills`` says after how many events an attempt ends; ``spoil`` changes the first checkpoint
+    that has something of everything, and the attempt ends there."""
 
-    def __init__(self, folder: Path, seed: int, kills: list[int], episodes: int = 2, **train: Any) -> None:
+    def __init__(
+        self, folder: Path, seed: int, kills: list[int], episodes: int = 2, **train: Any
+    ) -> None:
         self.folder, self.chance, self.kills, self.train = folder, random.Random(seed), kills, train
         self.episodes, self.left = episodes, 0
         self.trained: dict[int, list[int]] = {}
@@ -78,7 +89,8 @@ class Life:
         try:
             loop.run()
         except Killed:
-            if self.chance.random() < 0.3:  # SIGTERM in the place of SIGKILL saves the last finished step
+            # SIGTERM in the place of SIGKILL saves the last finished step
+            if self.chance.random() < 0.3:
                 loop.guard.received, loop.guard.received_at = signal.SIGTERM, time.monotonic()
                 loop.guard.ignore_signals = lambda: None
                 loop.save_before_the_end()
@@ -97,12 +109,15 @@ class Life:
 class Attempt(World):
     def __init__(self, life: Life) -> None:
         super().__init__(
-            eval={"steps": 2, "n_samples_per_prompt": 1}, train={"num_episodes": life.episodes, **life.train},
+            eval={"steps": 2, "n_samples_per_prompt": 1},
+            train={"num_episodes": life.episodes, **life.train},
             algo={"dynamic_filtering_enable": True, "dynamic_filtering_range": (0.0, 1.0)},
             logger={"metrics_path": str(life.path.with_name("metrics.jsonl"))},
-        )  # fmt: skip
+        )
         self.life, self.requests, loader = life, Unsteady(life), Loader(PROMPTS)
-        self.loop.rollouts = Rollouts(PromptStream(loader, life.episodes), self.requests, self.loop.config, Ready())
+        self.loop.rollouts = Rollouts(
+            PromptStream(loader, life.episodes), self.requests, self.loop.config, Ready()
+        )
         self.loop.recorder.close = lambda: None
         self.loop.checkpointer.save_before_the_end = lambda state, timeout_s: self.save_last(*state)
         if life.saved is not None:
@@ -162,13 +177,17 @@ def check_exactly_once(life: Life, audit: Audit) -> None:
 
 @settings(max_examples=100)
 @given(
-    seed=st.integers(0, 2**32), kills=st.lists(st.integers(1, 40), max_size=12), staleness=st.integers(0, 4),
+    seed=st.integers(0, 2**32),
+    kills=st.lists(st.integers(1, 40), max_size=12),
+    staleness=st.integers(0, 4),
     late=st.sampled_from(["train", "drop", "wait"]),
-)  # fmt: skip
+)
 def test_whenever_it_is_killed_every_prompt_is_trained_once_or_named(
     tmp_path_factory: pytest.TempPathFactory, seed: int, kills: list[int], staleness: int, late: str
 ) -> None:
-    life = Life(tmp_path_factory.mktemp("life"), seed, kills, max_staleness=staleness, late_groups=late)
+    life = Life(
+        tmp_path_factory.mktemp("life"), seed, kills, max_staleness=staleness, late_groups=late
+    )
     check_exactly_once(life, life.live())
 
 
@@ -176,9 +195,13 @@ def test_whenever_it_is_killed_every_prompt_is_trained_once_or_named(
 
 
 def has_everything(state: dict) -> bool:
-    """Groups that are finished, others in flight, some that were given up since the line, and a place in the data."""
+    """Groups that are finished, others in flight, some that were given up since the line, and a
+    place in the data."""
     drawn = state["rollouts"]["prompts"]["loader"]["drawn"]
-    return bool(state["finished"] and state["in_flight"] and state["rollouts"]["given_up"]) and 1 < drawn < PROMPTS - 1
+    return (
+        bool(state["finished"] and state["in_flight"] and state["rollouts"]["given_up"])
+        and 1 < drawn < PROMPTS - 1
+    )
 
 
 def killed_with_everything(folder: Path, spoil: Any = lambda state: None) -> Life:
@@ -224,25 +247,45 @@ def count_one_more(state: dict) -> None:
 MUTATIONS = [
     (lose_a_finished, r"prompt \d+ is lost resuming from step \d"),
     (lose_one_in_flight, r"prompt \d+ is lost resuming from step \d"),
-    (double_a_finished, r"prompt (\d+) waits resuming from step \d, 2 times(.|\n)*\1 is trained at step \d+, and was"),
+    (
+        double_a_finished,
+        r"prompt (\d+) waits resuming from step \d, 2 times(.|\n)*\1 is trained at step \d+, and "
+        r"was",
+    ),
     (one_prompt_too_far, r"are not those of the data, each once: .* resumed from step \d"),
-    (one_prompt_too_early, r"are not those of the data, each once: .* resumed from step \d; twice there: \d+, \d+"),
-    (forget_a_reason, r"prompt \d+ is lost resuming from step \d: neither trained, nor given up, nor waiting"),
+    (
+        one_prompt_too_early,
+        r"are not those of the data, each once: .* resumed from step \d; twice there: \d+, \d+",
+    ),
+    (
+        forget_a_reason,
+        r"prompt \d+ is lost resuming from step \d: neither trained, nor given up, nor waiting",
+    ),
     (count_one_more, r"prompt \d+ is lost resuming from step \d"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "said"), MUTATIONS, ids=[spoil.__name__ for spoil, _ in MUTATIONS])
-def test_a_checkpoint_that_lost_doubled_or_forgot_something_is_found(tmp_path: Path, spoil: Any, said: str) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "said"), MUTATIONS, ids=[spoil.__name__ for spoil, _ in MUTATIONS]
+)
+def test_a_checkpoint_that_lost_doubled_or_forgot_something_is_found(
+    tmp_path: Path, spoil: Any, said: str
+) -> None:
     audit = killed_with_everything(tmp_path, spoil).live()
     assert re.search(said, "\n".join(audit.faults)), audit.faults
 
 
-def test_what_was_not_trained_when_the_time_was_up_is_named_and_a_resumed_run_trains_it(tmp_path: Path) -> None:
+def test_what_was_not_trained_when_the_time_was_up_is_named_and_a_resumed_run_trains_it(
+    tmp_path: Path,
+) -> None:
     life = killed_with_everything(tmp_path)
     life.train["max_minutes"] = 1e-9
     audit = life.live()
-    assert audit.faults == [] and audit.end == TIME_IS_UP and audit.counts["in_flight"] + audit.counts["queued"] > 0
+    assert (
+        audit.faults == []
+        and audit.end == TIME_IS_UP
+        and audit.counts["in_flight"] + audit.counts["queued"] > 0
+    )
     assert "the run ended after step" in audit.lines[-1] and TIME_IS_UP in audit.lines[-1]
     life.train["max_minutes"] = None
     check_exactly_once(life, life.live())
@@ -255,10 +298,15 @@ def test_a_run_that_goes_on_with_more_episodes_is_one_account(tmp_path: Path) ->
     check_exactly_once(life, life.live())
 
 
-def test_a_checkpoint_of_an_earlier_release_is_accounted_for_from_its_step_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_release_is_accounted_for_from_its_step_on(
+    tmp_path: Path,
+) -> None:
     life = killed_with_everything(tmp_path, lambda state: state["rollouts"].pop("given_up"))
     step = life.saved[0]["step"]
     life.path.unlink()
     audit = life.live()
     assert audit.faults == [] and audit.since == step > 0 and audit.end == USED_UP
-    assert f"from step {audit.since} on: another run folder or an earlier release has the steps before" in audit.lines
+    assert (
+        f"from step {audit.since} on: another run folder or an earlier release has the steps before"
+        in audit.lines
+    )

@@ -51,8 +51,18 @@ class Ready(Deadline):
 
 def held_out(name: str = "", samples: int = 3, **options: Any) -> HeldOut:
     """Two prompts."""
-    given = {"paths": "h", "temperature": 0.6, "top_p": 1.0, "max_new_tokens": None, "remote_url": None, **options}
-    return HeldOut(HeldOutSet(name=name, n_samples_per_prompt=samples, **given), all_prompts(Loader(2, first=100)))
+    given = {
+        "paths": "h",
+        "temperature": 0.6,
+        "top_p": 1.0,
+        "max_new_tokens": None,
+        "remote_url": None,
+        **options,
+    }
+    return HeldOut(
+        HeldOutSet(name=name, n_samples_per_prompt=samples, **given),
+        all_prompts(Loader(2, first=100)),
+    )
 
 
 class World:
@@ -70,25 +80,38 @@ class World:
         deadline = Ready()
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
-            make=self.make, completed=lambda made, get: made, old_logprobs=self.old_logprobs, algorithm=None,
-            load_state_dict=lambda state: None, engine_entropies=False,
+            make=self.make,
+            completed=lambda made, get: made,
+            old_logprobs=self.old_logprobs,
+            algorithm=None,
+            load_state_dict=lambda state: None,
+            engine_entropies=False,
             state_dict=lambda: {"batches": self.loop.step},
             critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
-        )  # fmt: skip
+        )
         self.loop = TrainingLoop(
             config=config,
             policy=self,
             rollouts=Rollouts(PromptStream(Loader(6), 1), self.requests, config, deadline),
             experience=experience,
-            supervisor=SimpleNamespace(repeat_until_sent=lambda sync: sync(), ask=self.ask, restarts=0, there={0: 0}),
-            sharing=SimpleNamespace(wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")),
+            supervisor=SimpleNamespace(
+                repeat_until_sent=lambda sync: sync(), ask=self.ask, restarts=0, there={0: 0}
+            ),
+            sharing=SimpleNamespace(
+                wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")
+            ),
             deadline=deadline,
             recorder=SimpleNamespace(
                 progress=SimpleNamespace(total_steps=3),
-                last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(),
+                last_evaluation=-1,
+                step=self.record,
+                evaluation=self.evaluated,
+                events=EventLog(),
                 samples=SimpleNamespace(groups_due=lambda step: None),
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
-                repeat_from=lambda step, dropped: self.told.append(f"repeat from {step}, {dropped['skipped']} skipped"),
+                repeat_from=lambda step, dropped: self.told.append(
+                    f"repeat from {step}, {dropped['skipped']} skipped"
+                ),
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
             judge=StepJudge(config),
@@ -98,12 +121,18 @@ class World:
             guard=Guard(),
             profiler=StepProfiler(self, config, 3, EventLog()),
             checkpointer=SimpleNamespace(
-                after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
-                save_before_the_end=lambda state, timeout_s: self.saved_last.append((state, timeout_s)),
+                after_step=self.save,
+                finish=lambda: self.told.append("finish"),
+                poll=lambda: None,
+                save_before_the_end=lambda state, timeout_s: self.saved_last.append(
+                    (state, timeout_s)
+                ),
                 go_back=self.go_back,
             ),
-        )  # fmt: skip
-        self.loop.ledger = SimpleNamespace(append=lambda line: None, keep=lambda keep: None, close=lambda: None)
+        )
+        self.loop.ledger = SimpleNamespace(
+            append=lambda line: None, keep=lambda keep: None, close=lambda: None
+        )
         self.loop.repeats = SimpleNamespace(add=lambda entries: 0, read=lambda: None)
 
     def tell(self, what: str) -> None:
@@ -177,11 +206,22 @@ def test_a_run_from_the_first_to_the_last_step() -> None:
     step = ["fit", "send_weights"]
     assert world.told == [
         "evaluate 0",
-        "score [0, 1] at 0", *step, "record 1", "save 1 alone",
-        "score [2, 3] at 1", *step, "record 2", "evaluate 2", "save 2 after its evaluation",
-        "score [4, 5] at 2", *step, "record 3", "save 3 alone",
-        "finish", "evaluate 3",
-    ]  # fmt: skip
+        "score [0, 1] at 0",
+        *step,
+        "record 1",
+        "save 1 alone",
+        "score [2, 3] at 1",
+        *step,
+        "record 2",
+        "evaluate 2",
+        "save 2 after its evaluation",
+        "score [4, 5] at 2",
+        *step,
+        "record 3",
+        "save 3 alone",
+        "finish",
+        "evaluate 3",
+    ]
 
 
 def test_the_step_after_which_the_time_is_up_is_the_last_one() -> None:
@@ -196,7 +236,9 @@ def test_that_a_step_has_no_gradient_is_said_once(caplog: pytest.LogCaptureFixtu
     world.grad_norm = 0.0
     world.loop.run()
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert said.startswith("step 1 has no gradient: no completion of a group is better than another"), said
+    assert said.startswith(
+        "step 1 has no gradient: no completion of a group is better than another"
+    ), said
 
 
 def test_a_resumed_run_publishes_what_it_has_loaded_and_does_not_evaluate_it_again() -> None:
@@ -228,14 +270,30 @@ def test_a_step_that_is_not_finite_is_undone_and_its_prompts_are_left_out(tmp_pa
     with EventLog(tmp_path / "events.jsonl") as world.loop.recorder.events:
         world.loop.run()
     assert world.told[5:] == [
-        "save 1 alone", "score [2, 3] at 1", "fit", "load 1", "repeat from 1, 0 skipped", "send_weights",
-        "score [4, 5] at 1", "fit", "send_weights", "record 2", "save 2 alone", "finish", "evaluate 2",
-    ]  # fmt: skip
+        "save 1 alone",
+        "score [2, 3] at 1",
+        "fit",
+        "load 1",
+        "repeat from 1, 0 skipped",
+        "send_weights",
+        "score [4, 5] at 1",
+        "fit",
+        "send_weights",
+        "record 2",
+        "save 2 alone",
+        "finish",
+        "evaluate 2",
+    ]
     ((_, event),) = read_lines(tmp_path / "events.jsonl")
     del event["time"]
     assert event == {
-        "event": "rollback", "step": 2, "why": "the gradient norm nan", "to": 1, "prompts": [2, 3], "rollbacks": 1,
-    }  # fmt: skip
+        "event": "rollback",
+        "step": 2,
+        "why": "the gradient norm nan",
+        "to": 1,
+        "prompts": [2, 3],
+        "rollbacks": 1,
+    }
     assert world.loop.rollouts.gauges()["groups/dropped_skipped"] == 2
 
 
@@ -269,7 +327,13 @@ def test_a_spike_is_undone_before_the_engines_and_a_checkpoint_get_it() -> None:
 
     world.during["fit 1"] = spike
     world.loop.run()
-    assert world.told[6:11] == ["score [2, 3] at 1", "fit", "load 1", "repeat from 1, 0 skipped", "send_weights"]
+    assert world.told[6:11] == [
+        "score [2, 3] at 1",
+        "fit",
+        "load 1",
+        "repeat from 1, 0 skipped",
+        "send_weights",
+    ]
     assert world.loop.judge.norms == [0.5] * 7, "that of the step is none that others are judged by"
     assert world.saved.keys() == {1, 2}
 
@@ -280,15 +344,23 @@ def judge_of(**train: Any) -> StepJudge:
 
 def test_a_spike_is_above_a_multiple_of_the_median_of_accepted_steps() -> None:
     judge = judge_of(rollback_on=["spike"], spike_factor=2.0)
-    for norm in (9.0, 1.0, 0.0, 1.0, 1.0, 50.0, 1.0):  # the first five are not judged; without a gradient there is none
+    # the first five are not judged; without a gradient there is none
+    for norm in (9.0, 1.0, 0.0, 1.0, 1.0, 50.0, 1.0):
         assert judge.accepted(lambda norm=norm: {"grad_norm": norm})
     assert judge.accepted(lambda: {"grad_norm": 2.1}) is None
-    assert judge.why == "the gradient's norm 2.1 is above 2 (train.spike_factor) times 1, the median of 6 steps"
-    assert judge.accepted(lambda: {"grad_norm": 2.0}) == {"grad_norm": 2.0} and len(judge.norms) == 7
+    assert (
+        judge.why
+        == "the gradient's norm 2.1 is above 2 (train.spike_factor) times 1, the median of 6 steps"
+    )
+    assert (
+        judge.accepted(lambda: {"grad_norm": 2.0}) == {"grad_norm": 2.0} and len(judge.norms) == 7
+    )
     for _ in range(30):
         assert judge.accepted(lambda: {"grad_norm": 1.5})
     assert len(judge.norms) == 20
-    assert judge_of().accepted(lambda: {"grad_norm": 1e9}) and judge.accepted(lambda: {"loss/value": 1.0})
+    assert judge_of().accepted(lambda: {"grad_norm": 1e9}) and judge.accepted(
+        lambda: {"loss/value": 1.0}
+    )
 
 
 def test_rollbacks_without_a_new_checkpoint_end() -> None:
@@ -296,7 +368,9 @@ def test_rollbacks_without_a_new_checkpoint_end() -> None:
     for step in (4, 4, 4, 6, 6, 6):
         judge.count(step)
     assert judge.rollbacks == 6
-    with pytest.raises(RuntimeError, match="would be rollback 4 to step 6 without a new checkpoint"):
+    with pytest.raises(
+        RuntimeError, match="would be rollback 4 to step 6 without a new checkpoint"
+    ):
         judge.count(6)
 
 
@@ -306,7 +380,10 @@ def test_rollbacks_without_a_new_checkpoint_end() -> None:
 @pytest.fixture(autouse=True)
 def handlers():
     """The signals of the test's process are its own again."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -324,12 +401,17 @@ def interrupted(when: str, how: signal.Signals = signal.SIGTERM, **ckpt: Any) ->
 
 
 def test_sigterm_saves_what_the_last_finished_step_would_have_saved() -> None:
-    """The state is that of the step's own checkpoint, which a resumed run continues from bit for bit."""
+    """The state is that of the step's own checkpoint, which a resumed run continues from bit for
+    bit."""
     world = interrupted("score 1")
     ((state, timeout_s),) = world.saved_last
     plain, arrays = state
     expected, _ = world.saved[1]
-    assert plain["step"] == 1 and repr(plain) == repr(expected) and set(arrays) == {"tokens", "logprobs", "entropies"}
+    assert (
+        plain["step"] == 1
+        and repr(plain) == repr(expected)
+        and set(arrays) == {"tokens", "logprobs", "entropies"}
+    )
     assert "record 2" not in world.told and 0 < timeout_s <= 20
 
 
@@ -339,7 +421,9 @@ def test_sigterm_waits_for_a_step_that_changes_weights() -> None:
     assert state[0]["step"] == 2 and world.told[-1] == "record 2", "no evaluation, which takes long"
 
 
-def test_a_step_that_does_not_end_within_the_grace_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_does_not_end_within_the_grace_saves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = interrupted("fit 1", grace_s=0.05)
     assert not world.saved_last and "record 2" not in world.told
     assert "no checkpoint was saved after SIGTERM" in caplog.text and "ckpt.grace_s" in caplog.text
@@ -365,7 +449,10 @@ def test_the_critic_has_a_head_start_and_trains_first_where_it_shares_gpus() -> 
     sections = {"algo": {"advantage": {"estimator": "gae"}}, "critic": {"freezing_steps": 0}}
     world = World(with_critic=True, ds={"enable_sleep": True}, eval={"steps": -1}, **sections)
     world.loop.run()
-    assert [what for what in world.told if "fit" in what] == ["fit critic", *["fit critic", "fit"] * 2]
+    assert [what for what in world.told if "fit" in what] == [
+        "fit critic",
+        *["fit critic", "fit"] * 2,
+    ]
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -380,12 +467,21 @@ def test_evaluation_samples_as_its_own_options_say() -> None:
     world = World(rollout={"top_p": 0.9})
     asked = []
     ask = world.requests.ask
-    world.requests.ask = lambda key, request, first: (asked.append(request), ask(key, request, first))
+    world.requests.ask = lambda key, request, first: (
+        asked.append(request),
+        ask(key, request, first),
+    )
     options = {"temperature": 0.2, "top_p": 0.7, "max_new_tokens": 3, "remote_url": "own.py"}
     world.loop.held_out = [held_out(samples=2, **options), held_out("b", samples=1)]
     world.loop.evaluate()
     assert {
-        (each.samples, each.sampling.temperature, each.sampling.top_p, each.sampling.max_new_tokens, each.grader)
+        (
+            each.samples,
+            each.sampling.temperature,
+            each.sampling.top_p,
+            each.sampling.max_new_tokens,
+            each.grader,
+        )
         for each in asked
     } == {(2, 0.2, 0.7, 3, "own.py"), (1, 0.6, 1.0, 4, None)}
 
@@ -398,7 +494,8 @@ def test_seeds_of_an_evaluation_are_those_of_the_command() -> None:
 
 
 class Streaming(World):
-    """The evaluation of step 1 is asked for beside training; the test says when its groups are there."""
+    """The evaluation of step 1 is asked for beside training; the test says when its groups are
+    there."""
 
     def __init__(self) -> None:
         super().__init__(train={"max_staleness": 1}, eval={"steps": 1, "async_enable": True})
@@ -428,7 +525,9 @@ def test_an_evaluation_beside_training_is_of_one_version_and_no_part_of_a_step()
     world.requests.finish(*world.evaluations())
     world.loop.step = 2
     measured = world.loop.publish()
-    assert world.counted == [1] and world.told[-1] == "send_weights", "recorded with its step, before the weights go"
+    assert world.counted == [1] and world.told[-1] == "send_weights", (
+        "recorded with its step, before the weights go"
+    )
     assert world.loop._ended == pytest.approx(ended + measured["time/wait_eval"])
     assert "time/wait_eval" not in world.loop.publish()
 
@@ -447,7 +546,9 @@ def test_an_evaluation_of_two_versions_is_an_error_unless_an_engine_was_replaced
             world.loop.publish()
             assert "is left out: an engine was replaced" in caplog.text and world.counted == []
         else:
-            with pytest.raises(AssertionError, match=r"is of weights 0, and has tokens of \[0, 1\]"):
+            with pytest.raises(
+                AssertionError, match=r"is of weights 0, and has tokens of \[0, 1\]"
+            ):
                 world.loop.publish()
 
 
@@ -475,7 +576,10 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
 
     world.loop.initial_entropy = 0.7  # Qwen's is above ln 2: only_neg would do nothing, silently
     job.set_initial_entropy(config, world.loop, parts)
-    assert "filter has no effect: got all, and h_ini 0.7 is not below ln 2; to filter all the same" in caplog.text
+    assert (
+        "filter has no effect: got all, and h_ini 0.7 is not below ln 2; to filter all the same"
+        in caplog.text
+    )
 
 
 # ---- checkpoints
@@ -500,12 +604,29 @@ def half_loop(requests: Requests) -> TrainingLoop:
     """A loop with what its state consists of."""
     stream = PromptStream(Loader(20), episodes=2)
     how = options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1)
-    unused = ("policy", "supervisor", "sharing", "gauges", "held_out", "tokenizer", "checkpointer", "profiler", "guard")
+    unused = (
+        "policy",
+        "supervisor",
+        "sharing",
+        "gauges",
+        "held_out",
+        "tokenizer",
+        "checkpointer",
+        "profiler",
+        "guard",
+    )
     return TrainingLoop(
-        config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
-        step=7, initial_entropy=0.61, judge=StepJudge(how), progress=Progress(40, how.rollout.batch_size),
-        recorder=SimpleNamespace(last_evaluation=6), **dict.fromkeys(unused),
-    )  # fmt: skip
+        config=how,
+        rollouts=Rollouts(stream, requests, how, Deadline()),
+        experience=Maker(),
+        deadline=Deadline(),
+        step=7,
+        initial_entropy=0.61,
+        judge=StepJudge(how),
+        progress=Progress(40, how.rollout.batch_size),
+        recorder=SimpleNamespace(last_evaluation=6),
+        **dict.fromkeys(unused),
+    )
 
 
 def through_files(folder: Path, state: dict, arrays: dict) -> tuple[dict, dict]:
@@ -514,7 +635,9 @@ def through_files(folder: Path, state: dict, arrays: dict) -> tuple[dict, dict]:
     return read_plain(folder / "controller.json"), load_file(folder / "groups.safetensors")
 
 
-def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tmp_path: Path) -> None:
+def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(
+    tmp_path: Path,
+) -> None:
     requests = Requests(at_once=True, stuck={2}, score=lambda prompt: float(prompt != "1"))
     loop = half_loop(requests)
     taken = [group.prompt.number for group in loop.rollouts.take(0)]  # 1 is filtered, 2 in flight
@@ -536,18 +659,38 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
 
     (waiting,) = loop.rollouts.snapshot()[1]
     batch = fresh.rollouts.take(0)
-    assert again.asked[0] == 2 and waiting.prompt.number not in again.asked, "asked again: what was in flight, only"
+    assert again.asked[0] == 2 and waiting.prompt.number not in again.asked, (
+        "asked again: what was in flight, only"
+    )
     by_number = {group.prompt.number: group for group in batch}
     assert not by_number.keys() & {*taken, 1}
     restored = by_number[waiting.prompt.number]
     assert restored.prompt == waiting.prompt
     assert [one.from_guide for one in restored.responses] == [False, True]
     for one, other in zip(restored.responses, waiting.responses, strict=True):
-        assert np.array_equal(one.tokens_S, other.tokens_S) and np.array_equal(one.logprobs_T, other.logprobs_T)
-        assert one.entropies_T is None and one.tokens_S.dtype == np.int32 and one.logprobs_T.dtype == np.float32
-        assert (one.actions, one.versions, one.reward, one.score, one.truncated, one.extra_logs) == (
-            other.actions, other.versions, other.reward, other.score, other.truncated, other.extra_logs,
-        )  # fmt: skip
+        assert np.array_equal(one.tokens_S, other.tokens_S) and np.array_equal(
+            one.logprobs_T, other.logprobs_T
+        )
+        assert (
+            one.entropies_T is None
+            and one.tokens_S.dtype == np.int32
+            and one.logprobs_T.dtype == np.float32
+        )
+        assert (
+            one.actions,
+            one.versions,
+            one.reward,
+            one.score,
+            one.truncated,
+            one.extra_logs,
+        ) == (
+            other.actions,
+            other.versions,
+            other.reward,
+            other.score,
+            other.truncated,
+            other.extra_logs,
+        )
 
 
 def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_they_are_needed(
@@ -565,4 +708,6 @@ def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_th
     by_number = {group.prompt.number: group for group in fresh.rollouts.take(0)}
     assert "were sampled without entropies, which algo.entropies engine needs" in caplog.text
     assert untold.prompt.number in again.asked and told.prompt.number not in again.asked
-    assert [one.entropies_T.tolist() for one in by_number[told.prompt.number].responses] == [[0.5, 1.5]] * 2
+    assert [one.entropies_T.tolist() for one in by_number[told.prompt.number].responses] == [
+        [0.5, 1.5]
+    ] * 2

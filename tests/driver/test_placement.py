@@ -1,4 +1,5 @@
-"""Which bundle each rank takes, and ranks on the bundles of a real Ray cluster of two nodes (on one machine)."""
+"""Which bundle each rank takes, and ranks on the bundles of a real Ray cluster of two nodes (on one
+machine)."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_nodes_of_whole_context_parallel_blocks_come_first():
     st.randoms(use_true_random=False),
 )
 def test_nodes_of_whole_groups_always_hold_whole_groups(groups_per_node, tensor_size, random):
-    nodes = [f"node{i}" for i, groups in enumerate(groups_per_node) for _ in range(groups * tensor_size)]
+    nodes = [
+        f"node{i}" for i, groups in enumerate(groups_per_node) for _ in range(groups * tensor_size)
+    ]
     random.shuffle(nodes)
     order = place_ranks(nodes, tensor_size=tensor_size)
     assert sorted(order) == list(range(len(nodes)))
@@ -84,7 +87,8 @@ def test_the_refusal_shows_who_would_be_where():
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # these GPUs are made up; Ray takes them for hidden
+        # these GPUs are made up; Ray takes them for hidden
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         nodes = Cluster()
         for _ in range(2):
             start_with_retries(lambda: nodes.add_node(num_gpus=2, num_cpus=2))
@@ -103,19 +107,30 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
     nodes = []
     for group in groups:
         found = ray.get(group.ask("where"), timeout=PATIENCE_S)
-        assert [seen for _, seen in found] == [(4, 0, None, None)] + [(4, r, "master", 1234) for r in (1, 2, 3)]
+        assert [seen for _, seen in found] == [(4, 0, None, None)] + [
+            (4, r, "master", 1234) for r in (1, 2, 3)
+        ]
         nodes.append([node for node, _ in found])
         assert nodes[-1][0] == nodes[-1][1] != nodes[-1][2] == nodes[-1][3]
     assert nodes[0] == nodes[1], "rank i of every group is in the same bundle"
-    until(lambda: ray.available_resources().get("GPU", 0) == 0, "the bundles are reserved, and Ray's tables say so")
+    until(
+        lambda: ray.available_resources().get("GPU", 0) == 0,
+        "the bundles are reserved, and Ray's tables say so",
+    )
     assert places.actor_gpus == 0.2
     with pytest.raises(
-        PlacementError, match="rank 0 of Silent on .* did not start within the 0.5 s that were left.*start_timeout_s"
+        PlacementError,
+        match="rank 0 of Silent on .* did not start within the 0.5 s that were "
+        "left.*start_timeout_s",
     ):
-        RankGroup(ray.remote(Silent), replace(places, until=time.monotonic() + 0.5), ParallelLayout(2))
+        RankGroup(
+            ray.remote(Silent), replace(places, until=time.monotonic() + 0.5), ParallelLayout(2)
+        )
     with pytest.raises(PlacementError, match="ranks 0-3: .*, .*  <- on more than one node"):
         RankGroup(actor, places, ParallelLayout(4, 4), tensor_size=4)
-    with pytest.raises(PlacementError, match="the critic's ranks need 1 bundles .* within 0.5 s.*free are"):
+    with pytest.raises(
+        PlacementError, match="the critic's ranks need 1 bundles .* within 0.5 s.*free are"
+    ):
         reserve(1, 0.5, "the critic's ranks")
 
 
@@ -125,7 +140,9 @@ def test_the_doctor_looks_at_every_node(cluster):
     report = examine_cluster(address, ["torch"], None, [], PATIENCE_S)
     assert len(report.nodes) == 2 and not report.has_errors, report.findings
     assert {seen["versions"]["torch"] for seen in report.nodes.values()} == {torch.__version__}
-    told = [found.severity for found in report.findings if "Ray asks nobody for a token" in found.text]
+    told = [
+        found.severity for found in report.findings if "Ray asks nobody for a token" in found.text
+    ]
     # a Ray that was in this process before has switched tokens on for those that come later
     assert told == ([] if asks_for_token(address, PATIENCE_S) else ["warning"])
 
@@ -152,9 +169,16 @@ def test_a_rank_that_dies_on_another_machine_is_named_with_its_last_words(cluste
     with pytest.raises(RayActorError) as died:
         ray.get(actors[1].die.remote(), timeout=PATIENCE_S)
     name = f"policy rank 1 (pid {processes[1]['pid']} on {processes[1]['host']})"
-    # whoever reports it: its own call, or another rank that waited for it (and may be faster than Ray's tables)
-    until(lambda: "dead processes" in session.describe_failure(ValueError("a peer is gone")), "Ray knows of the death")
+    # whoever reports it: its own call, or another rank that waited for it (and may be faster than
+    # Ray's tables)
+    until(
+        lambda: "dead processes" in session.describe_failure(ValueError("a peer is gone")),
+        "Ray knows of the death",
+    )
     for error in (died.value, ValueError("a peer is gone")):
         text = session.describe_failure(error)
         assert f"\ndead processes: {name}\n" in text, text
-        assert "CUDA error: an illegal memory access" in text.partition(f"--- last output of {name}\n")[2], text
+        assert (
+            "CUDA error: an illegal memory access"
+            in text.partition(f"--- last output of {name}\n")[2]
+        ), text

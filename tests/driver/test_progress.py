@@ -15,14 +15,24 @@ from tests.driver.simulated import Loader, Requests, options
 from tests.driver.test_loop import Ready
 
 
-@given(steps=st.integers(1, 40), batch=st.integers(1, 9), missing=st.integers(0, 8), updates=st.integers(1, 5))
-def test_each_full_batch_is_as_many_steps_of_the_schedule_as_it_has_updates(steps, batch, missing, updates):
+@given(
+    steps=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    missing=st.integers(0, 8),
+    updates=st.integers(1, 5),
+)
+def test_each_full_batch_is_as_many_steps_of_the_schedule_as_it_has_updates(
+    steps, batch, missing, updates
+):
     """In whole numbers, so that rates have the bits of a schedule that counts updates."""
     prompts = max(1, steps * batch - missing % batch)
     progress = Progress(prompts, batch)
     for step in range(1, steps + 1):
         progress.take(min(step * batch, prompts), 0.0, True)
-        assert [share * steps * updates for share in progress.of_run] == [(step - 1) * updates, step * updates]
+        assert [share * steps * updates for share in progress.of_run] == [
+            (step - 1) * updates,
+            step * updates,
+        ]
         assert progress.of_policy == progress.of_run
 
 
@@ -40,7 +50,9 @@ def test_a_head_start_of_the_critic_is_no_part_of_the_policys_schedule():
         progress.take(4 * step + 4, 0.0, step >= 2)
         seen.append((progress.of_run[1], progress.of_policy))
     assert [critic for critic, _ in seen] == [Fraction(n, 5) for n in range(1, 6)]
-    assert [policy for _, policy in seen[2:]] == [(Fraction(n, 3), Fraction(n + 1, 3)) for n in range(3)]
+    assert [policy for _, policy in seen[2:]] == [
+        (Fraction(n, 3), Fraction(n + 1, 3)) for n in range(3)
+    ]
 
 
 def test_minutes_complete_what_is_left_of_the_run():
@@ -54,18 +66,24 @@ def test_minutes_complete_what_is_left_of_the_run():
     resumed.load_state_dict(state)
     resumed.start()
     resumed.take(30, 60.0, True)
-    assert resumed.of_run == (Fraction(1, 2), Fraction(3, 4)), "on the curve, to its end when the time ends"
+    assert resumed.of_run == (Fraction(1, 2), Fraction(3, 4)), (
+        "on the curve, to its end when the time ends"
+    )
     progress.take(30, 200.0, True)
     assert progress.of_run[1] == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_rollouts_count_what_is_used_up(ahead):
-    """Filtered prompts among the trained ones, whatever is in flight; all of them when nothing is left."""
-    config = options(more={
-        "train": {"max_staleness": ahead}, "rollout": {"batch_size": 2},
-        "algo": {"dynamic_filtering_enable": True, "dynamic_filtering_range": (0.0, 1.0)},
-    })  # fmt: skip
+    """Filtered prompts among the trained ones, whatever is in flight; all of them when nothing is
+    left."""
+    config = options(
+        more={
+            "train": {"max_staleness": ahead},
+            "rollout": {"batch_size": 2},
+            "algo": {"dynamic_filtering_enable": True, "dynamic_filtering_range": (0.0, 1.0)},
+        }
+    )
     requests = Requests(at_once=True, score=lambda text: 1.0 if int(text) % 3 == 1 else 0.5)
     rollouts = Rollouts(PromptStream(Loader(10), 1), requests, config, Ready())
     seen = []

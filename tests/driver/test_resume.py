@@ -1,4 +1,5 @@
-"""Which checkpoint a run goes on from, what the driver takes from it, and how often it is tried again."""
+"""Which checkpoint a run goes on from, what the driver takes from it, and how often it is tried
+again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as save_arrays
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
+from openrlhf_ext.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    check_files,
+    read_manifest,
+    write_file,
+)
 from openrlhf_ext.checkpoints.files import write_plain
 from openrlhf_ext.cli import train_ppo_ray
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
@@ -42,7 +50,11 @@ def store(tmp_path) -> CheckpointStore:
 
 def call(method, timeout_s, *, folder, name=None):
     """Ranks that are one, which checks everything."""
-    assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"), ("check_loaded", "policy"))
+    assert (method, name) in (
+        ("check_checkpoint", None),
+        ("load_state", "policy"),
+        ("check_loaded", "policy"),
+    )
     return [check_files(Path(folder), read_manifest(Path(folder)).files)]
 
 
@@ -60,7 +72,10 @@ def test_the_newest_is_taken(store):
 
 def test_a_damaged_one_stops_the_run_unless_fallback_is_allowed(store, caplog):
     truncate(store.folder / "global_step10/policy/data")
-    with pytest.raises(CheckpointError, match=r"global_step10/policy/data is truncated[\s\S]*--ckpt\.fallback_enable"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"global_step10/policy/data is truncated[\s\S]*--ckpt\.fallback_enable",
+    ):
         find(store, fallback=False)
     assert find(store, fallback=True) == "global_step2"
     assert "going back to the checkpoint before it" in caplog.text and "truncated" in caplog.text
@@ -80,7 +95,8 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
 def test_a_renamed_checkpoint_is_none_of_its_new_step(store):
     (store.folder / "global_step10").rename(store.folder / "global_step12")
     told = (
-        r"global_step12 is not usable:\s+its name says step 12, its manifest.json step 10: rename it to global_step10"
+        r"global_step12 is not usable:\s+its name says step 12, its manifest.json step 10: "
+        r"rename it to global_step10"
     )
     with pytest.raises(CheckpointError, match=told):
         find(store, fallback=False)
@@ -92,28 +108,44 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
     folder = store.begin(11)
     arrays = {"tokens": np.arange(3, dtype=np.int32)}
     files = (
-        write_file(folder, "policy/data", [b"x"]), write_plain(folder, "controller.json", {"options": {}}),
+        write_file(folder, "policy/data", [b"x"]),
+        write_plain(folder, "controller.json", {"options": {}}),
         write_file(folder, "groups.safetensors", [save_arrays(arrays)]),
-    )  # fmt: skip
+    )
     store.commit(Manifest(11, files, {"best": best}))
     store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.1})
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
-    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
-    assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
+    resumed = checkpoints.restore(
+        RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog()
+    )
+    assert (
+        resumed.step == 11
+        and store.best() == best
+        and resumed.arrays["tokens"].tolist() == [0, 1, 2]
+    )
 
 
-def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(tmp_path, store, caplog):
+def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(
+    tmp_path, store, caplog
+):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     aside = store.set_aside_all()
     config = RunConfig().model_copy(update={"ckpt": ckpt})
     assert checkpoints.restore(config, {"policy": call}, {}, 1.0, EventLog()) is None
-    assert f"checkpoints of an earlier run are in {aside}: to go on from them, move them back" in caplog.text
+    assert (
+        f"checkpoints of an earlier run are in {aside}: to go on from them, move them back"
+        in caplog.text
+    )
 
 
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
-    with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
-        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
+    with pytest.raises(
+        CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"
+    ):
+        checkpoints.restore(
+            RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog()
+        )
 
 
 # ---- the prompts
@@ -124,7 +156,10 @@ def test_a_fingerprint_is_of_the_prompts_and_their_order():
         return PromptData(list(prompts), ["x"] * len(prompts), [], 0, []).fingerprint
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
-    assert len({fingerprint(*prompts) for prompts in (("a", "b"), ("b", "a"), ("a",), ("a", "c"))}) == 4
+    assert (
+        len({fingerprint(*prompts) for prompts in (("a", "b"), ("b", "a"), ("a",), ("a", "c"))})
+        == 4
+    )
 
 
 def test_changed_options_are_named_and_immaterial_ones_not():
@@ -143,14 +178,17 @@ def test_passwords_are_neither_kept_nor_compared_nor_shown():
 
     assert options("p@ss/w")["reward.remote_url"] == "'http://(hidden)@grader/f'"
     earlier = options("x") | {"reward.remote_url": "'http://me:p@ss/w@grader/f'", "train.seed": "1"}
-    assert changed_options(earlier, options("other")) == [f"train.seed: {RunConfig().train.seed}, it was 1"]
+    assert changed_options(earlier, options("other")) == [
+        f"train.seed: {RunConfig().train.seed}, it was 1"
+    ]
 
 
 # ---- before anything starts
 
 
 class Saved:
-    """A run of a task that has saved step 3, with ranks that write what a checkpoint says of a model."""
+    """A run of a task that has saved step 3, with ranks that write what a checkpoint says of a
+    model."""
 
     def __init__(self, task: Task, *words: str) -> None:
         self.task, self.config = task, load(task, *words)
@@ -162,13 +200,17 @@ class Saved:
 
         tokenizer = open_tokenizer(self.config)
         prompts = load_data(self.config, tokenizer)[0].fingerprint
-        checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts, EventLog())
+        checkpointer = job.build_checkpointer(
+            self.config, dict.fromkeys(models, call), prompts, EventLog()
+        )
         checkpointer.save(3, {"step": 3}, {})
         self.folder = checkpointer.store.path_of(3)
 
     def dry_run(self, capsys, *words: str) -> tuple[int, str]:
         capsys.readouterr()
-        status = train_ppo_ray.main([*self.task.options("out"), *words, "--ckpt.load_enable", "--dry_run"])
+        status = train_ppo_ray.main(
+            [*self.task.options("out"), *words, "--ckpt.load_enable", "--dry_run"]
+        )
         return status, "".join(capsys.readouterr())
 
 
@@ -184,26 +226,48 @@ def test_a_dry_run_says_everything_that_going_on_would_refuse(tmp_path, capsys):
     status, said = saved.dry_run(capsys, *LORA, "--train.seed", "7")
     assert status == 0 and said.startswith("would start") and f"goes on from {saved.folder}" in said
     assert "with another train.seed: 7, it was 42" in said
-    sizes = ("--megatron.tensor_parallel_size", "1", "--ckpt.save_steps", "1", "--rollout.batch_size", "16")
+    sizes = (
+        "--megatron.tensor_parallel_size",
+        "1",
+        "--ckpt.save_steps",
+        "1",
+        "--rollout.batch_size",
+        "16",
+    )
     assert saved.dry_run(capsys, *LORA, *sizes)[0] == 0, "layouts and sizes of batches may differ"
 
-    other = ("--ds.lora.rank", "8", "--ds.lora.alpha", "32", "--data.max_samples", "16", "--megatron.param_dtype")
+    other = (
+        "--ds.lora.rank",
+        "8",
+        "--ds.lora.alpha",
+        "32",
+        "--data.max_samples",
+        "16",
+        "--megatron.param_dtype",
+    )
     status, said = saved.dry_run(capsys, *other, "bf16", "--data.dataloader_num_workers", "1")
     assert status == 2 and said.startswith("4 problems in the configuration:\n- ckpt.load_enable: ")
     for part in (
-        "was written by a run with other prompts", "data.max_samples: 16, it was 1", "ds.lora.alpha 16, here 32",
-        "holds fp32 parameters, megatron.param_dtype is bf16", "other workers (data.dataloader_num_workers: 1, it was",
-    ):  # fmt: skip
+        "was written by a run with other prompts",
+        "data.max_samples: 16, it was 1",
+        "ds.lora.alpha 16, here 32",
+        "holds fp32 parameters, megatron.param_dtype is bf16",
+        "other workers (data.dataloader_num_workers: 1, it was",
+    ):
         assert part in said
     status, said = saved.dry_run(capsys)
     assert status == 2 and "holds adapters, this run trains whole weights" in said
 
     make_tiny_policy(tmp_path / "wide", seed=1, intermediate_size=384)
-    status, said = saved.dry_run(capsys, *LORA, "--actor.model_name_or_path", str(tmp_path / "wide"))
+    status, said = saved.dry_run(
+        capsys, *LORA, "--actor.model_name_or_path", str(tmp_path / "wide")
+    )
     assert status == 2 and "is of another model: ffn_hidden_size 256, the model has 384" in said
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n' * 24)
     status, said = saved.dry_run(capsys, *LORA)
-    assert status == 2 and "was written by a run with other prompts" in said, "the same name with another content"
+    assert status == 2 and "was written by a run with other prompts" in said, (
+        "the same name with another content"
+    )
 
 
 def test_a_dry_run_knows_damage_and_a_run_without_a_checkpoint(tmp_path, capsys):
@@ -218,9 +282,14 @@ def test_a_dry_run_knows_damage_and_a_run_without_a_checkpoint(tmp_path, capsys)
     assert status == 2 and "no checkpoint is usable" in said and "state.json is truncated" in said
     shutil.rmtree(saved.folder)
     status, said = saved.dry_run(capsys)
-    assert status == 0 and f"no checkpoint in {saved.folder.parent} yet: the run starts from the beginning" in said
+    assert (
+        status == 0
+        and f"no checkpoint in {saved.folder.parent} yet: the run starts from the beginning" in said
+    )
     status, said = saved.dry_run(capsys, "--actor.model_name_or_path", "org/name")
-    assert status == 3 and said.startswith("cannot say: actor.model_name_or_path org/name, which is not")
+    assert status == 3 and said.startswith(
+        "cannot say: actor.model_name_or_path org/name, which is not"
+    )
 
 
 def test_a_run_that_cannot_go_on_ends_before_ray_starts(tmp_path, monkeypatch):
@@ -229,7 +298,15 @@ def test_a_run_that_cannot_go_on_ends_before_ray_starts(tmp_path, monkeypatch):
     assert job.run(load(saved.task, *LORA, "--ckpt.load_enable"), guard.Guard()) == 0
     monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
     with pytest.raises(ConfigError, match="2 problems(.|\n)*other prompts(.|\n)*ds.lora.alpha 16"):
-        words = ("--ds.lora.rank", "8", "--ds.lora.alpha", "4", "--data.max_samples", "16", "--ckpt.load_enable")
+        words = (
+            "--ds.lora.rank",
+            "8",
+            "--ds.lora.alpha",
+            "4",
+            "--data.max_samples",
+            "16",
+            "--ckpt.load_enable",
+        )
         job.run(load(saved.task, *words), guard.Guard())
 
 
@@ -250,10 +327,14 @@ def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path):
     blind["out"] = [True, False]  # only rank 0 writes there
     checkpoints.check_shared_folders(config, call, 1.0)
     blind["ckpt"] = [True, False]
-    with pytest.raises(CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"):
+    with pytest.raises(
+        CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"
+    ):
         checkpoints.check_shared_folders(config, call, 1.0)
     blind["out"] = [False, True]
-    with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
+    with pytest.raises(
+        CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"
+    ):
         checkpoints.check_shared_folders(config, call, 1.0)
     assert not list(tmp_path.rglob(".seen*"))
 
@@ -274,14 +355,18 @@ def test_a_run_asks_before_it_trains(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, CheckpointError])
-def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_processes_live(monkeypatch, end):
+def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_processes_live(
+    monkeypatch, end
+):
     told = []
 
     def run():
         raise end("now")
 
     loop = SimpleNamespace(
-        run=run, save_before_the_end=lambda: told.append("save"), close_logs=lambda: told.append("close")
+        run=run,
+        save_before_the_end=lambda: told.append("save"),
+        close_logs=lambda: told.append("close"),
     )
     for name in ("clean_up", "check_shared_folders"):
         monkeypatch.setattr(job, name, lambda *_: None)
@@ -298,9 +383,18 @@ def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_
 
 @pytest.mark.parametrize(
     ("codes", "limit", "expected"),
-    [([1, 137, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([143], 3, 143), ([2], 3, 2), ([1], 0, 1)],
+    [
+        ([1, 137, 0], 3, 0),
+        ([1, 1, 1], 2, 1),
+        ([130], 3, 130),
+        ([143], 3, 143),
+        ([2], 3, 2),
+        ([1], 0, 1),
+    ],
 )
-def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(tmp_path, codes, limit, expected):
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(
+    tmp_path, codes, limit, expected
+):
     config = RunConfig(train={"max_restarts": limit}, ckpt={"path": str(tmp_path)})
     loads, left, restarts = [], list(codes), []
 
@@ -315,10 +409,19 @@ def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(tmp_path, c
 
 
 def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path, caplog):
-    given = {"path": str(tmp_path / "steps"), "output_dir": str(tmp_path / "out"), "load_enable": True}
+    given = {
+        "path": str(tmp_path / "steps"),
+        "output_dir": str(tmp_path / "out"),
+        "load_enable": True,
+    }
     (tmp_path / "steps").mkdir()
     saved = save(CheckpointStore(tmp_path / "steps", keep=3), 1)
-    model = ("config.json", "tokenizer.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json")
+    model = (
+        "config.json",
+        "tokenizer.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    )
     for folder in (tmp_path / "out", tmp_path / "out_critic"):
         for name in (*model, "notes.txt"):
             write_file(folder, name, [name.encode()])
@@ -333,7 +436,9 @@ def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path,
             aside = folder / f"superseded.{number}"
             assert sorted(p.name for p in aside.iterdir()) == sorted(model)
             assert {p.name for p in folder.iterdir() if p.is_file()} - {".lock"} == {"notes.txt"}
-            assert f"{folder} holds the final model of an earlier run: moved to {aside}" in caplog.text
+            assert (
+                f"{folder} holds the final model of an earlier run: moved to {aside}" in caplog.text
+            )
             for name in model:
                 write_file(folder, name, [name.encode()])
 
@@ -344,4 +449,6 @@ def test_completions_that_wait_for_a_reward_model_still_do_when_a_run_goes_on():
     (group,) = groups_from_plain(json.loads(json.dumps(plain)), arrays)
     (again,) = group.responses
     assert (again.reward, again.score, group.prompt.number) == (None, None, 5)
-    assert np.array_equal(again.tokens_S, made.tokens_S) and np.array_equal(again.logprobs_T, made.logprobs_T)
+    assert np.array_equal(again.tokens_S, made.tokens_S) and np.array_equal(
+        again.logprobs_T, made.logprobs_T
+    )

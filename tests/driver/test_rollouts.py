@@ -19,14 +19,18 @@ from tests.driver.simulated import Loader, Requests, options
 
 
 def rollouts(requests: Requests, prompts: int = 8, episodes: int = 1, **changes: Any) -> Rollouts:
-    return Rollouts(PromptStream(Loader(prompts), episodes), requests, options(**changes), Deadline())
+    return Rollouts(
+        PromptStream(Loader(prompts), episodes), requests, options(**changes), Deadline()
+    )
 
 
 def numbers(groups: list[Group]) -> list[int]:
     return [group.prompt.number for group in groups]
 
 
-def test_on_policy_the_engines_are_asked_for_one_batch_and_stand_still_while_the_policy_trains() -> None:
+def test_on_policy_the_engines_are_asked_for_one_batch_and_stand_still_while_the_policy_trains() -> (
+    None
+):
     requests = Requests(at_once=True)
     made = rollouts(requests)
     assert numbers(made.take(0)) == [0, 1] and requests.asked == [0, 1]
@@ -43,7 +47,9 @@ def test_shared_engines_are_told_whether_the_policy_is_trained_before_they_sampl
         yield
         told.append(trains())
 
-    made = Rollouts(PromptStream(Loader(2), 1), Requests(at_once=True), options(), Deadline(), with_engines)
+    made = Rollouts(
+        PromptStream(Loader(2), 1), Requests(at_once=True), options(), Deadline(), with_engines
+    )
     made.sample([Prompt(9, "", "")], 1, made.sampling, "evaluating")
     assert len(made.take(0)) == 2 and made.take(1) == []
     assert told == [False, True, False]
@@ -57,7 +63,9 @@ def test_batches_are_whole_until_the_prompts_of_all_episodes_are_used_up() -> No
     assert batches == [["0", "1", "2", "3"], ["4", "0", "1", "2"], ["3", "4"]]
 
 
-def test_streaming_keeps_so_many_groups_on_their_way_that_none_can_be_older_than_the_bound() -> None:
+def test_streaming_keeps_so_many_groups_on_their_way_that_none_can_be_older_than_the_bound() -> (
+    None
+):
     requests = Requests()
     made = rollouts(requests, prompts=20, max_staleness=1)
     requests.at_once = True
@@ -65,7 +73,9 @@ def test_streaming_keeps_so_many_groups_on_their_way_that_none_can_be_older_than
     assert requests.asked == [0, 1, 2, 3], "this batch and the next one"
     requests.at_once = False
     made.pump()
-    assert requests.asked == [0, 1, 2, 3], "while the policy trains, one batch may be on its way or waiting"
+    assert requests.asked == [0, 1, 2, 3], (
+        "while the policy trains, one batch may be on its way or waiting"
+    )
     requests.version = 1
     assert numbers(made.take(1)) == [2, 3] and requests.asked == list(range(6))
 
@@ -82,7 +92,9 @@ def test_a_straggler_holds_up_nobody_and_is_trained_late_or_dropped(late: str) -
     last = made.take(3)
     assert numbers(last) == ([0, 7] if late == "train" else [7, 8])
     gauges = made.gauges()
-    assert (gauges["groups/trained_late"], gauges["groups/dropped_late"]) == ((1, 0) if late == "train" else (0, 1))
+    assert (gauges["groups/trained_late"], gauges["groups/dropped_late"]) == (
+        (1, 0) if late == "train" else (0, 1)
+    )
 
 
 def test_a_batch_waits_for_the_group_whose_turn_it_is_if_it_is_asked_to() -> None:
@@ -101,7 +113,10 @@ class SomeEmpty(Requests):
 
     def answers(self, timeout_s: float) -> list:
         nothing = Response.empty([1, 2], 0.0, {"reward_failed": 1.0})
-        return [(key, [nothing, *made[1:]] if key in self.empty else made) for key, made in super().answers(timeout_s)]
+        return [
+            (key, [nothing, *made[1:]] if key in self.empty else made)
+            for key, made in super().answers(timeout_s)
+        ]
 
 
 def test_groups_in_which_the_policy_wrote_nothing_are_replaced_until_there_are_too_many() -> None:
@@ -110,7 +125,9 @@ def test_groups_in_which_the_policy_wrote_nothing_are_replaced_until_there_are_t
     made = rollouts(requests, prompts=12, batch_size=3)
     assert numbers(made.take(0)) == [0, 2, 4] and made.gauges()["groups/dropped_unstarted"] == 2
     requests.empty = frozenset(range(1000))
-    with pytest.raises(RewardFailureLimit, match="the agent failed before the policy had written anything"):
+    with pytest.raises(
+        RewardFailureLimit, match="the agent failed before the policy had written anything"
+    ):
         rollouts(requests, prompts=1000, batch_size=3).take(0)
 
 
@@ -131,18 +148,26 @@ def test_a_completion_with_a_nan_ends_the_run_before_a_checkpoint_has_it() -> No
 
 
 def test_filtered_groups_are_replaced_at_once() -> None:
-    """By the score, and not by the reward; groups that are all right or all wrong are on the range's borders."""
-    requests = Requests(at_once=True, score=lambda prompt: {"2": 0.0, "3": 1.0}.get(prompt, 0.25 * (prompt < "6")))
+    """By the score, and not by the reward; groups that are all right or all wrong are on the
+    range's borders."""
+    requests = Requests(
+        at_once=True, score=lambda prompt: {"2": 0.0, "3": 1.0}.get(prompt, 0.25 * (prompt < "6"))
+    )
     made = rollouts(requests, prompts=10, batch_size=3, filter_range=(0.0, 1.0))
     assert numbers(made.take(0)) == [0, 1, 4]
-    assert made.gauges()["groups/kept_fraction"] == pytest.approx(3 / 5) and made.dropped["filtered"] == 2
+    assert (
+        made.gauges()["groups/kept_fraction"] == pytest.approx(3 / 5)
+        and made.dropped["filtered"] == 2
+    )
     assert numbers(made.take(1)) == [5], "the rest was filtered"
     assert made.take(2) == []
 
 
 def test_whatever_is_given_up_is_counted_and_named_once() -> None:
     """By whichever reason: a batch that is passed over, too."""
-    made = rollouts(Requests(at_once=True, score=lambda prompt: float(prompt == "1")), filter_range=(-1.0, 1.0))
+    made = rollouts(
+        Requests(at_once=True, score=lambda prompt: float(prompt == "1")), filter_range=(-1.0, 1.0)
+    )
     batch = made.take(0)
     made.give_up("skipped", [group.prompt for group in batch])
     assert made.dropped == {"filtered": 1, "late": 0, "unstarted": 0, "skipped": 2}
@@ -154,7 +179,8 @@ def test_whatever_is_given_up_is_counted_and_named_once() -> None:
 
 
 def test_going_back_counts_what_was_given_up_once() -> None:
-    """As often as a run goes back: the counts are those of the checkpoint, whatever came after it."""
+    """As often as a run goes back: the counts are those of the checkpoint, whatever came after
+    it."""
     made = rollouts(Requests(at_once=True), prompts=20)
     for gone_back in range(1, 4):
         state, finished, in_flight = made.snapshot()
@@ -168,8 +194,13 @@ def test_going_back_counts_what_was_given_up_once() -> None:
 
 
 def test_filtering_that_leaves_nothing_ends_the_run() -> None:
-    made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
-    words = "used 7 prompts for one batch of 2.*between 0.6 and 1, 0 have unlike scores.*--rollout.max_filter_batches"
+    made = rollouts(
+        Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3
+    )
+    words = (
+        "used 7 prompts for one batch of 2.*between 0.6 and 1, 0 have unlike "
+        "scores.*--rollout.max_filter_batches"
+    )
     with pytest.raises(FilterExhaustedError, match=words):
         made.take(0)
 
@@ -179,7 +210,13 @@ class Unlike(Requests):
 
     def answers(self, timeout_s: float) -> list:
         return [
-            (key, [replace(one, score=float(2 * (i % 2) - 1), receipt=None) for i, one in enumerate(made)])
+            (
+                key,
+                [
+                    replace(one, score=float(2 * (i % 2) - 1), receipt=None)
+                    for i, one in enumerate(made)
+                ],
+            )
             for key, made in super().answers(timeout_s)
         ]
 
@@ -193,7 +230,9 @@ def test_a_range_that_is_not_that_of_the_scores_is_said_at_the_first_group(caplo
     with pytest.raises(FilterExhaustedError, match="5 have unlike scores"):
         made.take(0)
     (said,) = caplog.messages
-    assert "a group has scores from -1 to 1, mean 0, and algo.dynamic_filtering_range is 0 1" in said
+    assert (
+        "a group has scores from -1 to 1, mean 0, and algo.dynamic_filtering_range is 0 1" in said
+    )
     assert "dropped, though its scores are unlike" in said
 
 
@@ -233,9 +272,13 @@ def test_with_full_determinism_evaluations_draw_with_other_seeds_than_training()
     seeds: list[tuple[int, ...] | None] = []
     for seed in (1, 2):
         made = rollouts(Noting(at_once=True), prompts=2, seed=seed)
-        made.sample(list(iter(PromptStream(Loader(2), 1).draw, None)), 2, made.sampling, "evaluating")
+        made.sample(
+            list(iter(PromptStream(Loader(2), 1).draw, None)), 2, made.sampling, "evaluating"
+        )
         made.take(0)
-    assert len(set(seeds)) == 8 and None not in seeds, "two prompts twice, with two seeds of the run"
+    assert len(set(seeds)) == 8 and None not in seeds, (
+        "two prompts twice, with two seeds of the run"
+    )
 
 
 def test_without_partial_rollouts_a_sync_waits_until_nothing_is_in_flight() -> None:
@@ -257,18 +300,24 @@ def test_a_batch_that_does_not_come_ends_the_wait() -> None:
             return []
 
     made = rollouts(Silent(), timeout_s=0.2)
-    with pytest.raises(DeadlineExceeded, match="waiting for a batch of rollouts; raise --rollout.timeout_s"):
+    with pytest.raises(
+        DeadlineExceeded, match="waiting for a batch of rollouts; raise --rollout.timeout_s"
+    ):
         made.take(0)
 
 
 @given(
-    data=st.data(), staleness=st.integers(0, 3), batch=st.integers(1, 4), prompts=st.integers(0, 30),
+    data=st.data(),
+    staleness=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    prompts=st.integers(0, 30),
     late=st.sampled_from(["train", "drop", "wait"]),
-)  # fmt: skip
+)
 def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_bound(
     data, staleness: int, batch: int, prompts: int, late: str
 ) -> None:
-    """Groups finish in any order, also while the policy trains; the run is cut and resumed at any place."""
+    """Groups finish in any order, also while the policy trains; the run is cut and resumed at any
+    place."""
 
     class Adversary(Requests):
         def answers(self, timeout_s: float) -> list:
@@ -297,16 +346,22 @@ def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_b
             state, finished, in_flight = made.snapshot()
             fresh = Adversary()
             fresh.version = version
-            made, requests = rollouts(fresh, prompts, batch_size=batch, max_staleness=staleness, late=late), fresh
+            made, requests = (
+                rollouts(fresh, prompts, batch_size=batch, max_staleness=staleness, late=late),
+                fresh,
+            )
             made.restore(state, finished, in_flight)
     assert len(set(trained)) == len(trained), "a group was trained twice"
     assert len(trained) + made.dropped["late"] == prompts, "a group was lost"
     if late == "wait":
-        assert trained == sorted(trained), "whatever takes how long, batches are in the order of their prompts"
+        assert trained == sorted(trained), (
+            "whatever takes how long, batches are in the order of their prompts"
+        )
 
 
 def test_prompts_that_are_given_up_are_dropped_wherever_they_are_when_the_run_goes_back() -> None:
-    """Streaming: of the batch some were finished when the checkpoint was written, in flight, or not drawn."""
+    """Streaming: of the batch some were finished when the checkpoint was written, in flight, or not
+    drawn."""
     requests = Requests(at_once=True, stuck={3})
     made = rollouts(requests, prompts=9, max_staleness=2)
     assert numbers(made.take(0)) == [0, 1]
@@ -317,10 +372,16 @@ def test_prompts_that_are_given_up_are_dropped_wherever_they_are_when_the_run_go
     made.drain()
     made.skip([2, 3, 6])
     made.restore(state, finished, in_flight)
-    assert [numbers(made.take(1)) for _ in range(3)] == [[4, 5], [7, 8], []] and made.dropped["skipped"] == 3
+    assert [numbers(made.take(1)) for _ in range(3)] == [[4, 5], [7, 8], []] and made.dropped[
+        "skipped"
+    ] == 3
     # and in what goes on from a later checkpoint
     again = rollouts(Requests(at_once=True), prompts=9)
-    again.restore(made.snapshot()[0] | {"prompts": {**state["prompts"], "drawn": 0, "loader": {"drawn": 0}}}, [], [])
+    again.restore(
+        made.snapshot()[0] | {"prompts": {**state["prompts"], "drawn": 0, "loader": {"drawn": 0}}},
+        [],
+        [],
+    )
     assert numbers(again.take(0)) == [0, 1] and numbers(again.take(0)) == [4, 5]
 
 

@@ -1,4 +1,5 @@
-"""Rows that were dealt to replicas come back in their places; what the critic is trained on; the KL coefficient."""
+"""Rows that were dealt to replicas come back in their places; what the critic is trained on; the KL
+coefficient."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_loss
-from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer, reference_kl, value_metrics, value_shards
+from openrlhf_ext.driver.scoring import (
+    KLCoefficient,
+    Scorer,
+    ValueTrainer,
+    reference_kl,
+    value_metrics,
+    value_shards,
+)
 from tests.megatron.reference import make_batch
 from tests.ranks.helpers import LocalGroup, get
 
@@ -40,10 +48,15 @@ def rollout():
     generator = torch.Generator().manual_seed(2)
     old_N, values_N = (torch.randn(batch.responses.tokens, generator=generator) for _ in range(2))
     return batch, RolloutBatch(
-        tokens=batch.targets_N, lengths=batch.counts_B, rewards=torch.randn(8, generator=generator),
-        group_ids=torch.arange(8) // 2, old_logprobs=-old_N.abs(), values=values_N, entropies=torch.ones_like(old_N),
+        tokens=batch.targets_N,
+        lengths=batch.counts_B,
+        rewards=torch.randn(8, generator=generator),
+        group_ids=torch.arange(8) // 2,
+        old_logprobs=-old_N.abs(),
+        values=values_N,
+        entropies=torch.ones_like(old_N),
         group_size=2,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -56,14 +69,22 @@ def test_shares_of_the_replicas_add_up_to_the_loss_of_each_mini_batch(rollout, r
         shares = []
         for shard in shards:
             mini = shard[step]
-            new_N = mini.batch.targets_N / 61.0  # a critic that reads the tokens: rows must match their targets
+            # a critic that reads the tokens: rows must match their targets
+            new_N = mini.batch.targets_N / 61.0
             targets = mini.targets
-            shares.append(value_loss(new_N, targets.old_values_N, targets.returns_N, clip=0.2, tokens=targets.tokens))
+            shares.append(
+                value_loss(
+                    new_N, targets.old_values_N, targets.returns_N, clip=0.2, tokens=targets.tokens
+                )
+            )
         tokens = batch.responses.span(slice(rows[0], rows[-1] + 1))
         wanted = value_loss(
-            batch.targets_N[tokens] / 61.0, whole.values[tokens], shaped["returns"][tokens].float(), clip=0.2,
+            batch.targets_N[tokens] / 61.0,
+            whole.values[tokens],
+            shaped["returns"][tokens].float(),
+            clip=0.2,
             tokens=torch.tensor(tokens.stop - tokens.start),
-        )  # fmt: skip
+        )
         assert sum(shares).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
@@ -105,7 +126,8 @@ def test_a_constant_coefficient_stays():
 
 
 @pytest.mark.parametrize(
-    ("measured", "error"), [(0.1, 0.0), (0.11, 0.1), (0.092, -0.08), (5.0, 0.2), (0.0, -0.2), (-1.0, -0.2)]
+    ("measured", "error"),
+    [(0.1, 0.0), (0.11, 0.1), (0.092, -0.08), (5.0, 0.2), (0.0, -0.2), (-1.0, -0.2)],
 )
 def test_the_error_is_relative_to_the_target_and_clipped(measured, error):
     kl = KLCoefficient(0.5, target=0.1, horizon=100)
@@ -145,4 +167,8 @@ def test_the_algorithm_takes_the_coefficient_of_the_step():
     algorithm = get_algorithm("gae", kl={"coef": 0.1, "place": "reward", "estimator": "k1"})
     changed = algorithm.with_kl_coef(0.7)
     assert (algorithm.kl.coef, changed.kl.coef) == (0.1, 0.7)
-    assert (changed.kl.place, changed.kl.estimator, changed.options) == ("reward", "k1", algorithm.options)
+    assert (changed.kl.place, changed.kl.estimator, changed.options) == (
+        "reward",
+        "k1",
+        algorithm.options,
+    )

@@ -42,7 +42,9 @@ def test_results_come_in_order_and_others_are_looked_after_meanwhile() -> None:
 
 def test_a_wait_ends_and_says_what_it_was_for() -> None:
     deadline, started = Deadline(), time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s while sleeping soundly; raise --train.x"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"waited 0.5 s while sleeping soundly; raise --train.x"
+    ):
         with deadline.limit(0.5, "sleeping", "train.x"):
             deadline.doing = "sleeping soundly"
             deadline.get([after.remote(3600, None)])
@@ -64,7 +66,9 @@ def test_what_happens_meanwhile_may_fail_too() -> None:
         deadline.get([after.remote(3600, None)], meanwhile=fail)
 
 
-def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
     deadline = Deadline()
@@ -82,14 +86,20 @@ def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew(monke
 
 
 def test_somebody_outside_knows_until_when_the_driver_will_have_moved_on() -> None:
-    """Phases, what comes between them, and replacements are all bounded; questions may begin as they end."""
+    """Phases, what comes between them, and replacements are all bounded; questions may begin as
+    they end."""
     told: list[tuple[float, str]] = []
     guard = Guard()
     guard.expect = lambda seconds, doing: told.append((seconds, doing))
     deadline = Deadline(guard, between_s=50.0, question_s=3.0)
     with deadline.limit(10.0, "training", "train.x"), deadline.suspended(20.0, "replacing"):
         pass
-    assert told == [(13.0, "training"), (23.0, "replacing"), (13.0, "training"), (53.0, "after training")]
+    assert told == [
+        (13.0, "training"),
+        (23.0, "replacing"),
+        (13.0, "training"),
+        (53.0, "after training"),
+    ]
 
 
 def test_a_wait_without_a_deadline_is_refused() -> None:
@@ -101,7 +111,8 @@ def test_a_wait_without_a_deadline_is_refused() -> None:
 
 
 class Calls:
-    """Stands in for Ray: references are numbers; those in ``late`` never get ready, those in ``bad`` raise."""
+    """Stands in for Ray: references are numbers; those in ``late`` never get ready, those in
+    ``bad`` raise."""
 
     def __init__(self, late=(), bad=()) -> None:
         self.late, self.bad = set(late), set(bad)
@@ -127,7 +138,9 @@ def test_every_rank_answers(monkeypatch):
 
 
 def test_late_ranks_are_named(monkeypatch):
-    with pytest.raises(RanksTimeoutError, match=r"7 s for save_state on the critic ranks, \[1\] have not"):
+    with pytest.raises(
+        RanksTimeoutError, match=r"7 s for save_state on the critic ranks, \[1\] have not"
+    ):
         ask(monkeypatch, Calls(late=[1]))
 
 

@@ -1,6 +1,8 @@
-"""Trains two steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``.
+"""Trains two steps with every estimator on one set of Ray actors:
+``python -m tests.e2e.estimators FOLDER``.
 
-Each of them begins with the same weights and a new optimizer, and leaves its completions and its weights.
+Each of them begins with the same weights and a new optimizer, and leaves its completions and its
+weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SAME_FOR_ALL = {
     "actor__lr_scheduler": "constant_with_warmup",
     "actor__lr_warmup_steps": 2,
     "rollout__temperature": 0.8,
-    "actor__adam__eps": 1e-6,  # above the noise of gradients that are nearly 0, which Adam would scale up
+    # above the noise of gradients that are nearly 0, which Adam would scale up
+    "actor__adam__eps": 1e-6,
 }
 # Its class is known to no other process before the first shard arrives there.
 OWN_METHOD = """
@@ -83,7 +86,8 @@ def main(folder: Path) -> None:
     (folder / "own_method.py").write_text(OWN_METHOD)
     make_tiny_policy(folder / "guide", seed=1)
     base = config_of(task, "on_policy_distillation")  # ranks that hold a guide
-    processes.engine_entropies = lambda _: True  # engines that tell entropies, for the estimators that ask for theirs
+    # engines that tell entropies, for the estimators that ask for theirs
+    processes.engine_entropies = lambda _: True
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session, EventLog())

@@ -42,42 +42,68 @@ class Task:
     @classmethod
     def make(cls, folder: Path, prompts: int = 24, reward: str = REWARD) -> Task:
         make_tiny_policy(folder / "policy")
-        records = [{"question": f"{i} + {i + 1} = ", "answer": f"#### {2 * i + 1}"} for i in range(prompts)]
+        records = [
+            {"question": f"{i} + {i + 1} = ", "answer": f"#### {2 * i + 1}"} for i in range(prompts)
+        ]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         (folder / "reward.py").write_text(reward)
         return cls(folder)
 
     def options(self, name: str, **more: object) -> list[str]:
         """Command line of ``given``."""
-        return [part for key, value in self.given(name, **more).items() for part in (f"--{key}", str(value))]
+        return [
+            part
+            for key, value in self.given(name, **more).items()
+            for part in (f"--{key}", str(value))
+        ]
 
     def given(self, name: str, **more: object) -> dict[str, object]:
-        """Options of a small TP2 job: 8 prompts x 4 samples a step, results in ``<folder>/<name>``."""
+        """Options of a small TP2 job: 8 prompts x 4 samples a step, results in
+        ``<folder>/<name>``."""
         out = self.folder / name
         options = {
-            "actor.model_name_or_path": self.folder / "policy", "actor.num_gpus_per_node": 2, "actor.adam.lr": 1e-3,
-            "megatron.tensor_parallel_size": 2, "megatron.param_dtype": "fp32", "algo.advantage.estimator": "grpo",
-            "data.prompt_dataset": self.folder / "prompts.jsonl", "data.input_key": "question",
-            "data.label_key": "answer", "data.max_len": 64, "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 4,
-            "rollout.max_new_tokens": 12, "rollout.micro_batch_size": 16, "train.batch_size": 32,
-            "train.micro_batch_size": 8, "reward.remote_url": self.folder / "reward.py", "ckpt.output_dir": out,
+            "actor.model_name_or_path": self.folder / "policy",
+            "actor.num_gpus_per_node": 2,
+            "actor.adam.lr": 1e-3,
+            "megatron.tensor_parallel_size": 2,
+            "megatron.param_dtype": "fp32",
+            "algo.advantage.estimator": "grpo",
+            "data.prompt_dataset": self.folder / "prompts.jsonl",
+            "data.input_key": "question",
+            "data.label_key": "answer",
+            "data.max_len": 64,
+            "rollout.batch_size": 8,
+            "rollout.n_samples_per_prompt": 4,
+            "rollout.max_new_tokens": 12,
+            "rollout.micro_batch_size": 16,
+            "train.batch_size": 32,
+            "train.micro_batch_size": 8,
+            "reward.remote_url": self.folder / "reward.py",
+            "ckpt.output_dir": out,
             "ckpt.path": self.folder / "checkpoints" / name,
-        }  # fmt: skip
+        }
         return options | {key.replace("__", "."): value for key, value in more.items()}
 
     def metrics(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 class Job:
-    """A running ``openrlhf_ext.cli.train_ppo_ray``; the folder's conftest stops those that a failed test leaves."""
+    """A running ``openrlhf_ext.cli.train_ppo_ray``; the folder's conftest stops those that a failed
+    test leaves."""
 
     started: ClassVar[list[Job]] = []
 
     def __init__(
-        self, options: list[str], log: Path, module: str = "openrlhf_ext.cli.train_ppo_ray",
+        self,
+        options: list[str],
+        log: Path,
+        module: str = "openrlhf_ext.cli.train_ppo_ray",
         program: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.log = log
         command = [*(program or (sys.executable, "-m", module)), *options]
         with log.open("w") as out:
@@ -96,14 +122,20 @@ class Job:
         self.wait_until(lambda: re.search(pattern, self.text), repr(pattern), timeout_s)
         self.look()
 
-    def wait_until(self, happens: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
+    def wait_until(
+        self, happens: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S
+    ) -> None:
         """Returns when ``happens`` is true; fails if the job ends before, or after the time."""
         deadline = time.monotonic() + timeout_s
         while not happens():
             ended = self.process.poll()
             # what the job did last comes before its end
-            assert ended is None or happens(), f"the job ended ({ended}) before {what}:\n{self.text}"
-            assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s:\n{self.text}"
+            assert ended is None or happens(), (
+                f"the job ended ({ended}) before {what}:\n{self.text}"
+            )
+            assert time.monotonic() < deadline, (
+                f"{what} did not come within {timeout_s} s:\n{self.text}"
+            )
             time.sleep(0.01)
 
     def look(self) -> None:
@@ -124,7 +156,9 @@ class Job:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """A signal to the first worker process whose title contains ``name``."""
         victims = self.named(name)
-        assert victims, f"no process {name!r} among {[title(process)[:60] for process in self.living()]}"
+        assert victims, (
+            f"no process {name!r} among {[title(process)[:60] for process in self.living()]}"
+        )
         victims[0].send_signal(how)
 
     def finish(self, timeout_s: float = JOB_S) -> int:
@@ -133,7 +167,9 @@ class Job:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.stop()
-            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.text}") from None
+            raise AssertionError(
+                f"the job did not end within {timeout_s} s:\n{self.text}"
+            ) from None
         deadline = time.monotonic() + 60  # killed processes take a moment
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -157,7 +193,8 @@ class Job:
 def children(process: psutil.Process) -> list[psutil.Process]:
     """Its children and theirs, also the workers that were forked for one of them (tests/forks)."""
     found = process.children(recursive=True)
-    if (forks := os.environ.get("OPENRLHF_EXT_TESTS_FORKS")) is None:  # not of pytest's: tests/gpu by itself
+    # not of pytest's: tests/gpu by itself
+    if (forks := os.environ.get("OPENRLHF_EXT_TESTS_FORKS")) is None:
         return found
     for parent in list(found):
         forked = Path(forks, f"{parent.pid}.forked")

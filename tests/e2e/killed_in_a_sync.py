@@ -13,14 +13,18 @@ from openrlhf_ext.rollout.engine import RolloutEngine
 
 
 class Killed(RolloutEngine):
-    """Defined in the main module, so Ray sends it to the engine's process by value. On a GPU the worker, which gets the
-    weights, is in another process than this actor."""
+    """Defined in the main module, so Ray sends it to the engine's process by value. On a GPU the
+    worker, which gets the weights, is in another process than this actor."""
 
     async def __init__(self, *args: Any, **engine_args: Any) -> None:
-        await super().__init__(*args, worker_extension_cls="tests.e2e.killed_worker.KilledExtension", **engine_args)
+        await super().__init__(
+            *args, worker_extension_cls="tests.e2e.killed_worker.KilledExtension", **engine_args
+        )
 
 
 if __name__ == "__main__":
-    os.environ["KILLED_FILE"] = str(Path(sys.argv[sys.argv.index("--ckpt.output_dir") + 1]).parent / "killed")
+    os.environ["KILLED_FILE"] = str(
+        Path(sys.argv[sys.argv.index("--ckpt.output_dir") + 1]).parent / "killed"
+    )
     launch.RolloutEngine = Killed
     sys.exit(main())

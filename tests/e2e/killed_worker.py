@@ -12,7 +12,8 @@ from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
 
 
 class KilledExtension(WeightSyncExtension):
-    """Kills its process in the second update, between two buckets, if it is the first of all workers."""
+    """Kills its process in the second update, between two buckets, if it is the first of all
+    workers."""
 
     def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
         if version == 2 and is_first():

@@ -1,4 +1,5 @@
-"""Trains asynchronously, goes on from a checkpoint, then streams with partial rollouts, on one set of Ray actors.
+"""Trains asynchronously, goes on from a checkpoint, then streams with partial rollouts, on one set
+of Ray actors.
 
 The engine is killed once in the first and once in the last part, with requests in flight.
 """
@@ -26,27 +27,45 @@ from openrlhf_ext.run.checkpoints import restore
 from tests.e2e.jobs import Task
 from tests.patience import until
 
-# Long responses, of one batch at a time: others are in flight whenever a batch is complete. With the usual rate of 1e-3
-# the policy may learn to end at once, and no request is in flight for long enough.
+# Long responses, of one batch at a time: others are in flight whenever a batch is complete. With
+# the usual rate of 1e-3 the policy may learn to end at once, and no request is in flight for long
+# enough.
 COMMON = {
     "actor__adam__lr": 1e-4,
-    "train__colocate_all": "true",  # as OpenRLHF reads it in an asynchronous run: the engines are elsewhere
-    "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8, "vllm__max_requests": 32,
-}  # fmt: skip
+    # as OpenRLHF reads it in an asynchronous run: the engines are elsewhere
+    "train__colocate_all": "true",
+    "data__max_len": 320,
+    "rollout__max_new_tokens": 256,
+    "rollout__micro_batch_size": 8,
+    "vllm__max_requests": 32,
+}
 RUNS = {
-    "async": {"train__async_enable": "true", "eval__steps": 2, "eval__n_samples_per_prompt": 1, "ckpt__save_steps": 2},
-    "resumed": {"train__async_enable": "true", "train__num_episodes": 2, "ckpt__load_enable": "true"},
+    "async": {
+        "train__async_enable": "true",
+        "eval__steps": 2,
+        "eval__n_samples_per_prompt": 1,
+        "ckpt__save_steps": 2,
+    },
+    "resumed": {
+        "train__async_enable": "true",
+        "train__num_episodes": 2,
+        "ckpt__load_enable": "true",
+    },
     "streaming": {"train__max_staleness": 2},
 }
 
 
 def config_of(task: Task, name: str):
-    folders = {"eval__dataset": task.folder / "held_out.jsonl", "ckpt__path": task.folder / "checkpoints"}
+    folders = {
+        "eval__dataset": task.folder / "held_out.jsonl",
+        "ckpt__path": task.folder / "checkpoints",
+    }
     return load_config(task.options(name, **folders, **COMMON, **RUNS[name]))
 
 
 def kill_in_training(loop: TrainingLoop) -> None:
-    """Right before the first update, when groups of the second batch are in flight, the engine is killed."""
+    """Right before the first update, when groups of the second batch are in flight, the engine is
+    killed."""
     train = loop.train
 
     def kill_and_train(shards: list) -> dict:
@@ -58,14 +77,15 @@ def kill_in_training(loop: TrainingLoop) -> None:
 
 
 class Halted(RolloutEngine):
-    """An engine that a test may have halted: it goes on right before it takes weights, so what was in flight still is.
+    """An engine that a test may have halted: it goes on right before it takes weights, so what was
+    in flight still is.
 
     Defined in the main module, so Ray sends it to the engine's process by value.
     """
 
     async def halt(self) -> bool:
-        """Halts when it has sampled something of an unfinished request; False if that does not come soon. Asked from
-        outside, on a busy machine, all requests may end between two questions."""
+        """Halts when it has sampled something of an unfinished request; False if that does not come
+        soon. Asked from outside, on a busy machine, all requests may end between two questions."""
         for _ in range(100):
             await self.pause_generation()
             if sum((await self.sampled_tokens()).values()):
@@ -80,7 +100,8 @@ class Halted(RolloutEngine):
 
 
 def sync_in_flight(loop: TrainingLoop) -> None:
-    """The first two syncs meet requests in flight; right before the second one the engine is killed."""
+    """The first two syncs meet requests in flight; right before the second one the engine is
+    killed."""
     take, publish = loop.take, loop.publish
 
     def take_and_halt() -> list:
@@ -128,11 +149,15 @@ def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "async")
     launch.RolloutEngine = Halted
-    with RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False) as session:
+    with RaySession(
+        policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False
+    ) as session:
         parts = job.build_parts(base, session, EventLog())
         for name in RUNS:
             config = config_of(task, name)
-            resumed = restore(config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog())
+            resumed = restore(
+                config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog()
+            )
             loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed))
             if name in TROUBLES:
                 TROUBLES[name](loop)

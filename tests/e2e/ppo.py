@@ -1,4 +1,5 @@
-"""PPO with a critic, then grpo with a KL penalty, on rollouts of an agent: ``python -m tests.e2e.ppo FOLDER``."""
+"""PPO with a critic, then grpo with a KL penalty, on rollouts of an agent:
+``python -m tests.e2e.ppo FOLDER``."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def main(folder: Path) -> None:
     (folder / "agent.py").write_text(AGENT)
     agent = {**ON_AGENT, "train__agent_func_path": folder / "agent.py"}
     base = load_config(task.options("ppo", **CRITIC, **ADAPTIVE_KL, **agent))
-    session = RaySession(policy_ranks=base.training_ranks, engines=1, env=settings.worker_env(base), verbose=False)
+    session = RaySession(
+        policy_ranks=base.training_ranks, engines=1, env=settings.worker_env(base), verbose=False
+    )
     with session:
         parts = job.build_parts(base, session, EventLog())
         for config in (base, load_config(task.options("grpo", **IN_LOSS, **agent))):

@@ -22,7 +22,9 @@ def sabotaged(config: Any, parts: job.Parts) -> Any:
 
     def harm_and_train(shards: list) -> dict:
         if loop.step == 1:
-            os.kill(ray.get(loop.supervisor.engines[0].process_info.remote())["pid"], signal.SIGKILL)
+            os.kill(
+                ray.get(loop.supervisor.engines[0].process_info.remote())["pid"], signal.SIGKILL
+            )
         return train(shards)
 
     loop.train = harm_and_train

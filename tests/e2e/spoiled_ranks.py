@@ -32,8 +32,8 @@ class Slow(policy.PolicyActor):
 
 
 class NotFinite(policy.PolicyActor):
-    """One number of rank 1's gradient is NaN before the ranks add theirs up, once: in the fourth step, which is told by
-    the version of the weights before it."""
+    """One number of rank 1's gradient is NaN before the ranks add theirs up, once: in the fourth
+    step, which is told by the version of the weights before it."""
 
     spoils = True
 

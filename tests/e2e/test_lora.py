@@ -1,4 +1,5 @@
-"""Adapters through the command: through kills, in another layout, started from, in the hands of peft."""
+"""Adapters through the command: through kills, in another layout, started from, in the hands of
+peft."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ LORA = {
     "algo__kl__use_loss": True, "algo__kl__estimator": "k3", "ckpt__save_steps": 1, "ckpt__max_num": 3,
     "megatron__sequence_parallel_enable": True,
 }  # fmt: skip
-STAGES = {"megatron__tensor_parallel_size": 1, "megatron__pipeline_parallel_size": 2,
-          "megatron__sequence_parallel_enable": False, "vllm__lora": "merged"}  # fmt: skip
+STAGES = {
+    "megatron__tensor_parallel_size": 1,
+    "megatron__pipeline_parallel_size": 2,
+    "megatron__sequence_parallel_enable": False,
+    "vllm__lora": "merged",
+}
 RESTART = ("--train.max_restarts", "1")
 
 
@@ -40,7 +45,9 @@ def peft_adapter(task: Task) -> None:
     """What the runs start from: of another model than the base from the first token on."""
     model = AutoModelForCausalLM.from_pretrained(task.folder / "policy", dtype=torch.float32)
     torch.manual_seed(0)
-    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -54,14 +61,19 @@ def adapter(task: Task, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.e2e
 def test_adapters_of_runs_that_are_killed_and_of_one_in_another_layout(tmp_path):
-    """Tensor parallel, and the same with both sides asleep in turns that loses a rank and an engine; then in stages."""
+    """Tensor parallel, and the same with both sides asleep in turns that loses a rank and an
+    engine; then in stages."""
     task = Task.make(tmp_path, reward=HOLDING_REWARD)
     peft_adapter(task)
     run(task, "whole")
     assert not (tmp_path / "whole/config.json").exists(), "an adapter and nothing else"
     for record in task.metrics("whole"):
-        assert record["kl/reference"] > 1e-4 and record["grad_norm"] > 0, "the reference is the base"
-        assert record["kl/rollout"] < 1e-6, "the engines have the adapter that the run started from, and the later ones"
+        assert record["kl/reference"] > 1e-4 and record["grad_norm"] > 0, (
+            "the reference is the base"
+        )
+        assert record["kl/rollout"] < 1e-6, (
+            "the engines have the adapter that the run started from, and the later ones"
+        )
     assert len(adapter(task, "whole")) == 28
 
     kill_a_rank_and_an_engine(task)
@@ -73,7 +85,10 @@ def test_adapters_of_runs_that_are_killed_and_of_one_in_another_layout(tmp_path)
     wanted, found = adapter(task, "whole"), adapter(task, "stages")
     far = max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items())
     assert far < 1e-6, far
-    job = Job(options(task, "cut_stages", "--ckpt.load_enable", *RESTART, **STAGES), tmp_path / "cut_stages.log")
+    job = Job(
+        options(task, "cut_stages", "--ckpt.load_enable", *RESTART, **STAGES),
+        tmp_path / "cut_stages.log",
+    )
     job.wait_for(r"wrote the checkpoint .*global_step2")
     policy_ranks(job)[1].kill()
     assert job.finish() == 0, job.text
@@ -102,14 +117,20 @@ def kill_a_rank_and_an_engine(task: Task) -> None:
 
 
 def resume_at(task: Task, name: str, step: int) -> None:
-    """The checkpoints that a job of this name finds: the one of "whole" after a step, which has no base in it."""
+    """The checkpoints that a job of this name finds: the one of "whole" after a step, which has no
+    base in it."""
     wanted = task.folder / f"checkpoints/{name}"
     shutil.copytree(task.folder / "checkpoints/whole", wanted)
     for path in wanted.glob("global_step*"):
         if path.name != f"global_step{step}":
             shutil.rmtree(path)
-    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(task.folder / "policy").parameters())
-    saved = sum(path.stat().st_size for path in (wanted / f"global_step{step}/policy").rglob("*.safetensors"))
+    weights = sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(task.folder / "policy").parameters()
+    )
+    saved = sum(
+        path.stat().st_size
+        for path in (wanted / f"global_step{step}/policy").rglob("*.safetensors")
+    )
     assert 0 < saved < 4 * weights, "less than the base alone"
 
 
@@ -119,7 +140,14 @@ def assert_same(task: Task, name: str, undisturbed: str) -> None:
     assert all(found[tensor].equal(value) for tensor, value in wanted.items())
     both = zip(task.metrics(undisturbed), task.metrics(name), strict=True)
     for expected, got in both:
-        for metric in ("step", "reward/mean", "grad_norm", "loss/policy", "kl/reference", "entropy/mean"):
+        for metric in (
+            "step",
+            "reward/mean",
+            "grad_norm",
+            "loss/policy",
+            "kl/reference",
+            "entropy/mean",
+        ):
             assert got[metric] == expected[metric], (got["step"], metric)
 
 
@@ -127,7 +155,11 @@ def peft_agrees(task: Task, name: str) -> None:
     """What the run wrote peft loads unchanged."""
     base = AutoModelForCausalLM.from_pretrained(task.folder / "policy", dtype=torch.float32)
     config = json.loads((task.folder / name / "adapter_config.json").read_text())
-    assert config["r"] == 4 and config["lora_alpha"] == 8 and Path(config["base_model_name_or_path"]).is_dir()
+    assert (
+        config["r"] == 4
+        and config["lora_alpha"] == 8
+        and Path(config["base_model_name_or_path"]).is_dir()
+    )
     model = PeftModel.from_pretrained(base, task.folder / name)
     loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora" in n}
     assert all(loaded[n].equal(tensor) for n, tensor in adapter(task, name).items())

@@ -1,5 +1,5 @@
-"""A mixture of experts through the whole stack, experts over two ranks: those of the engine replayed, killed and
-resumed while groups wait for training; and colocated without replay."""
+"""A mixture of experts through the whole stack, experts over two ranks: those of the engine
+replayed, killed and resumed while groups wait for training; and colocated without replay."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def task(tmp_path: Path) -> Task:
 
 
 @pytest.mark.e2e
-def test_the_engines_experts_are_trained_with_also_those_of_groups_in_a_checkpoint(task: Task, tmp_path: Path) -> None:
-    """In fp32 a router that has hardly moved chooses almost the same; another token's experts it would not choose."""
+def test_the_engines_experts_are_trained_with_also_those_of_groups_in_a_checkpoint(
+    task: Task, tmp_path: Path
+) -> None:
+    """In fp32 a router that has hardly moved chooses almost the same; another token's experts it
+    would not choose."""
     more = {"train__routing_replay": "rollout", "train__max_staleness": 1, "ckpt__save_steps": 2}
     more |= {"actor__adam__lr": 1e-5, "vllm__enable_prefix_caching": "true"}
     options = task.options("replay", **EP2, **more)
@@ -41,12 +44,17 @@ def test_the_engines_experts_are_trained_with_also_those_of_groups_in_a_checkpoi
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert records[0]["moe/replay_changed"] == 0.0 and records[0]["kl/rollout_max_abs"] < 1e-4
     for record in records:
-        assert record["moe/replay_changed"] < 0.1 and record["grad_norm/router"] > 0 < record["grad_norm/experts"]
+        assert (
+            record["moe/replay_changed"] < 0.1
+            and record["grad_norm/router"] > 0 < record["grad_norm/experts"]
+        )
         assert record["weight_sync/probe_diff"] < 1e-5
 
 
 @pytest.mark.e2e
-def test_colocated_without_replay_and_what_is_written_is_read_by_transformers(task: Task, tmp_path: Path) -> None:
+def test_colocated_without_replay_and_what_is_written_is_read_by_transformers(
+    task: Task, tmp_path: Path
+) -> None:
     more = {"train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true"}
     more |= {"vllm__num_engines": 2, "algo__old_logprobs": "policy", "data__max_samples": 16}
     job = Job(task.options("colocated", **EP2, **more), tmp_path / "colocated.log")

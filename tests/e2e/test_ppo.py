@@ -1,5 +1,5 @@
-"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack; and
-with a reward model in the place of the agent."""
+"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the
+whole stack; and with a reward model in the place of the agent."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ def task(tmp_path_factory):
     root = Path(__file__).resolve().parent.parent.parent
     run = subprocess.run(
         [sys.executable, "-m", "tests.e2e.ppo", str(folder)],
-        cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S,
-    )  # fmt: skip
+        cwd=root,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task
 
@@ -61,7 +65,8 @@ def test_the_reference_is_the_policy_of_the_start_and_the_coefficient_is_steered
     first, second, third = steps_of(task, "ppo")
     # in the second step the policy still is the reference: it was frozen in the first
     assert first["kl/reference"] == second["kl/reference"] == 0 < third["kl/reference"]
-    # 24 prompts, 8 a step, 4 samples each: the coefficient falls by 0.2 * 32 / 100 while the KL is below the target
+    # 24 prompts, 8 a step, 4 samples each: the coefficient falls by 0.2 * 32 / 100 while the KL is
+    # below the target
     assert first["kl/coef"] == pytest.approx(0.05)
     assert second["kl/coef"] == pytest.approx(0.05 * (1 - 0.2 * 32 / 100))
     assert third["kl/coef"] == pytest.approx(0.05 * (1 - 0.2 * 32 / 100) ** 2)
@@ -90,7 +95,11 @@ def test_samples_have_the_environment_s_words_and_the_reference_answer(task):
     told = [record for record in records if any(record.get("environment", ()))]
     assert told and all(str(record["label"]).startswith("#### ") for record in records)
     for record in told:
-        written = [token for token, theirs in zip(record["tokens"], record["environment"], strict=True) if theirs]
+        written = [
+            token
+            for token, theirs in zip(record["tokens"], record["environment"], strict=True)
+            if theirs
+        ]
         assert "".join(written) == " no " and len(record["entropies"]) == len(record["tokens"])
 
 
@@ -120,21 +129,34 @@ def test_a_reward_model_grades_and_both_policy_and_critic_learn(tmp_path):
     task = Task.make(tmp_path, prompts=128)
     make_tiny_policy(tmp_path / "lm", seed=3)
     model = make_reward_model(tmp_path / "rm", tmp_path / "lm", mean=0.5, std=11.0)
-    job = Job(task.options("reward", **REWARD, reward__model_name_or_path=tmp_path / "rm"), tmp_path / "log")
+    job = Job(
+        task.options("reward", **REWARD, reward__model_name_or_path=tmp_path / "rm"),
+        tmp_path / "log",
+    )
     assert job.finish() == 0, job.text[-6000:]
     records = [record for record in task.metrics("reward") if record["step"]]
     means = [record["reward/mean"] for record in records]
     assert len(means) == 16 and sum(means[12:]) / 4 > sum(means[:4]) / 4 + 0.25
-    assert records[-1]["loss/value"] < records[0]["loss/value"] and records[-1]["staleness/max"] == 1
+    assert (
+        records[-1]["loss/value"] < records[0]["loss/value"] and records[-1]["staleness/max"] == 1
+    )
     assert all(record["reward/failures"] == 0 for record in records)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     samples = [record for _, record in read_lines(tmp_path / "reward/samples.jsonl")]
     assert samples and {sample["step"] for sample in samples} >= {1, 16}
     for sample in samples:
-        ids = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"] + sample["token_ids"]
+        ids = (
+            tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"] + sample["token_ids"]
+        )
         with torch.no_grad():
             score = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1])
-        assert sample["reward"] == pytest.approx((score.item() - 0.5) / 11.0, abs=1e-5) == sample["score"]
+        assert (
+            sample["reward"]
+            == pytest.approx((score.item() - 0.5) / 11.0, abs=1e-5)
+            == sample["score"]
+        )
     critic = json.loads((tmp_path / "reward_critic/config.json").read_text())
-    assert (critic["mean"], critic["std"]) == (0.5, 11.0), "its values are normalized as the reward model's"
+    assert (critic["mean"], critic["std"]) == (0.5, 11.0), (
+        "its values are normalized as the reward model's"
+    )

@@ -1,5 +1,5 @@
-"""A run that is killed and resumed is, step for step, the run that was never killed (in generation: test_guide.py; a
-rank in an update, and an engine: test_lora.py)."""
+"""A run that is killed and resumed is, step for step, the run that was never killed (in generation:
+test_guide.py; a rank in an update, and an engine: test_lora.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from openrlhf_ext.checkpoints.store import step_of
 from tests.e2e.jobs import REWARD, Job, Task, title
 from tests.patience import PATIENCE_S
 
-# while the file "hold" names a step that has been recorded, grading waits, and says so; not that of the trial, of "0"
+# while the file "hold" names a step that has been recorded, grading waits, and says so; not that of
+# the trial, of "0"
 HOLDING_REWARD = """
 import json, pathlib, time
 FOLDER = pathlib.Path(__file__).parent
@@ -26,17 +27,31 @@ def wait():
     while (FOLDER / "hold").exists() and step >= (last := int((FOLDER / "hold").read_text())):
         (FOLDER / f"held{last}").touch()
         time.sleep(0.02)
-""" + REWARD.replace("    completion =", "    queries[0] == prompts[0] + '0' or wait()\n    completion =")
-# of an uninterrupted run: they must come back equal; the rest of a record measures time, memory and the machine
+""" + REWARD.replace(
+    "    completion =", "    queries[0] == prompts[0] + '0' or wait()\n    completion ="
+)
+# of an uninterrupted run: they must come back equal; the rest of a record measures time, memory and
+# the machine
 EXACT = (
-    "reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated", "prompts/consumed", "lr", "loss/policy",
-    "grad_norm", "entropy/mean",
-)  # fmt: skip
+    "reward/mean",
+    "accuracy/mean",
+    "response/length_mean",
+    "tokens/generated",
+    "prompts/consumed",
+    "lr",
+    "loss/policy",
+    "grad_norm",
+    "entropy/mean",
+)
 EVALUATIONS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
-# of the first job that is killed: engines and policy share bundles, and one side sleeps while the other works
+# of the first job that is killed: engines and policy share bundles, and one side sleeps while the
+# other works
 COLOCATED = {
-    "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true", "vllm__num_engines": 2,
-}  # fmt: skip
+    "train__colocate_all": "true",
+    "ds__enable_sleep": "true",
+    "vllm__enable_sleep": "true",
+    "vllm__num_engines": 2,
+}
 
 
 def kill(job: Job) -> None:
@@ -63,12 +78,18 @@ def in_call(ranks: list[psutil.Process], call: str) -> bool:
 
 
 def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
-    """Two episodes of 22 prompts in batches of 8: six steps, one across both episodes, the last one of 4 prompts."""
+    """Two episodes of 22 prompts in batches of 8: six steps, one across both episodes, the last one
+    of 4 prompts."""
     more |= {
-        "ckpt__path": task.folder / f"{name}_ckpt", "ckpt__save_steps": 1, "ckpt__best_metric_key": "eval/reward_mean",
-        "train__num_episodes": 2, "eval__dataset": task.folder / "prompts.jsonl", "eval__steps": 2,
-        "eval__n_samples_per_prompt": 1, "reward__timeout_s": 600,
-    }  # fmt: skip
+        "ckpt__path": task.folder / f"{name}_ckpt",
+        "ckpt__save_steps": 1,
+        "ckpt__best_metric_key": "eval/reward_mean",
+        "train__num_episodes": 2,
+        "eval__dataset": task.folder / "prompts.jsonl",
+        "eval__steps": 2,
+        "eval__n_samples_per_prompt": 1,
+        "reward__timeout_s": 600,
+    }
     return [*task.options(name, **more), "--train.full_determinism_enable", *flags]
 
 
@@ -83,7 +104,10 @@ def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
     ranks = policy_ranks(job)
     hold_after(task, 4)
-    job.wait_until(lambda: in_call(ranks, "send_weights") or (tmp_path / "held4").exists(), "the sync of step 4")
+    job.wait_until(
+        lambda: in_call(ranks, "send_weights") or (tmp_path / "held4").exists(),
+        "the sync of step 4",
+    )
     kill(job)
     assert newest(task) in (3, 4), "4 if the sync was too short to be seen"
 
@@ -100,10 +124,18 @@ def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path
 
     (tmp_path / "hold").unlink()
     damage(tmp_path / f"cut_ckpt/global_step{last}/policy/rank00001.safetensors")
-    resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable", "--ds.adam_offload")
+    resume = (
+        "--ckpt.load_enable",
+        "--ckpt.fallback_enable",
+        "--ckpt.async_enable",
+        "--ds.adam_offload",
+    )
     job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
     assert job.finish() == 0, job.text
-    assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
+    assert (
+        "rank00001.safetensors is corrupted" in job.text
+        and "going back to the checkpoint before it" in job.text
+    )
     assert re.search(rf"resumed from .*global_step{last - 1}\n", job.text), job.text
 
     assert_same_run(task)
@@ -122,14 +154,20 @@ def damage(path: Path) -> None:
 def assert_same_run(task: Task) -> None:
     whole, cut = task.metrics("whole"), task.metrics("cut")
     steps = [record["step"] for record in whole]
-    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6], "training, and an evaluation at the start and every second step"
+    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6], (
+        "training, and an evaluation at the start and every second step"
+    )
     assert [record["step"] for record in cut] == steps
     streamed = [record["step"] for record in cut if record.get("update/stream_seconds", 0.0) > 0]
-    assert {1, 2, 3, 6} <= set(streamed), "Adam's states waited in host memory but in the second part of the run"
+    assert {1, 2, 3, 6} <= set(streamed), (
+        "Adam's states waited in host memory but in the second part of the run"
+    )
     for expected, got in zip(whole, cut, strict=True):
         for name in EVALUATIONS if "eval/accuracy" in expected else EXACT:
             assert got[name] == expected[name], (got["step"], name)
-    weights, resumed = (load_file(task.folder / name / "model.safetensors") for name in ("whole", "cut"))
+    weights, resumed = (
+        load_file(task.folder / name / "model.safetensors") for name in ("whole", "cut")
+    )
     for name, tensor in weights.items():
         assert resumed[name].equal(tensor), name
     stores = [CheckpointStore(task.folder / f"{name}_ckpt", keep=1) for name in ("whole", "cut")]

@@ -1,4 +1,5 @@
-"""A streaming run that is killed at random: what was finished is not sampled again, no group is lost or used twice."""
+"""A streaming run that is killed at random: what was finished is not sampled again, no group is
+lost or used twice."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def reward_func(queries, prompts, labels, **kwargs):
         file.write(f"{number}\\n")
     return {"rewards": number % 3 / 2, "scores": 0.5, "extra_logs": {"number": number}}
 """
-# short completions and many micro-batches: groups finish while the policy trains, whatever the machine is busy with
+# short completions and many micro-batches: groups finish while the policy trains, whatever the
+# machine is busy with
 OPTIONS = {
     **ONE_RANK,
     "train__max_staleness": 1, "train__micro_batch_size": 2, "rollout__max_new_tokens": 16, "vllm__max_requests": 16,
@@ -53,16 +55,22 @@ def test_a_kill_at_a_random_point_costs_only_what_was_unfinished(tmp_path):
     while not (finished := finished_groups(store.checkpoints()[-1])):
         shutil.rmtree(store.checkpoints()[-1])  # as if it had been killed a little earlier
     counts = Counter(graded_lines(task))
-    before = {number: counts[number] for number in finished}  # completions graded when it was saved as finished
+    # completions graded when it was saved as finished
+    before = {number: counts[number] for number in finished}
 
     job = Job([*options, "--ckpt.load_enable"], tmp_path / "resumed.log")
     assert job.finish() == 0, job.text
     records = [record for record in task.metrics("out") if "loss/policy" in record]
     assert [record["step"] for record in records] == list(range(1, PROMPTS // 8 + 1))
     assert not any("rank/0/time_logprob" in record for record in records)
-    assert max(record["mismatch/entropy_mean_abs"] for record in records) < 0.05  # of weights of a step before, too
+    # of weights of a step before, too
+    assert max(record["mismatch/entropy_mean_abs"] for record in records) < 0.05
     audit = Audit(tmp_path / "out/ledger.jsonl")
-    assert audit.faults == [] and audit.counts == {"trained": PROMPTS} and (audit.end, audit.proved) == (USED_UP, 1)
+    assert (
+        audit.faults == []
+        and audit.counts == {"trained": PROMPTS}
+        and (audit.end, audit.proved) == (USED_UP, 1)
+    )
     trained = sum(record["reward_log/number"] for record in records) * 8  # as the records have it
     assert trained == pytest.approx(sum(range(PROMPTS))), "a group was lost or used twice"
     counts = Counter(graded_lines(task))

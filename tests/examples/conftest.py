@@ -14,7 +14,8 @@ if str(EXAMPLES) not in sys.path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real benchmark files beside the checkout; tests that need it are skipped where it is missing."""
+    """The folder of real benchmark files beside the checkout; tests that need it are skipped where
+    it is missing."""
     folder = Path(__file__).resolve().parents[3] / "shared" / "data"
     if not (folder / "gsm8k" / "train.jsonl").is_file():
         pytest.skip(f"no real data: {folder / 'gsm8k' / 'train.jsonl'} is missing")

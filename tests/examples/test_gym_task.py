@@ -1,4 +1,5 @@
-"""Problem files from reasoning-gym, here from a stand-in for its wheel: the ordinary tests use local files only."""
+"""Problem files from reasoning-gym, here from a stand-in for its wheel: the ordinary tests use
+local files only."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ FAMILIES["words"] = lambda seed, size: [{"question": "?", "answer": "a word", "m
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     (tmp_path / "cache/wheels").mkdir(parents=True)
-    with zipfile.ZipFile(tmp_path / "cache/wheels/reasoning_gym-0.1.25-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(
+        tmp_path / "cache/wheels/reasoning_gym-0.1.25-py3-none-any.whl", "w"
+    ) as wheel:
         for name, source in SOURCES.items():
             wheel.writestr(f"reasoning_gym/{name}.py", source)
     paths = ["--output_dir", str(tmp_path / "data"), "--cache_dir", str(tmp_path / "cache")]
@@ -59,20 +62,28 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_what_is_held_out_is_not_trained_in_other_words(run: Callable[..., Any], tmp_path: Path) -> None:
-    done = run("--family", "sums", "--train_size", "500", "--heldout_size", "30", "--set", "most=12")
+def test_what_is_held_out_is_not_trained_in_other_words(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run(
+        "--family", "sums", "--train_size", "500", "--heldout_size", "30", "--set", "most=12"
+    )
     assert done.returncode == 0, done.stderr
     train, heldout = (
         [json.loads(line) for line in (tmp_path / f"data/{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
     )
-    assert len(train) == 500 and len({record["question"] for record in heldout}) == len(heldout) == 30
+    assert (
+        len(train) == 500 and len({record["question"] for record in heldout}) == len(heldout) == 30
+    )
 
     def asked(record: dict[str, str]) -> str:
         return record["question"].removeprefix("What is ").removeprefix("Compute ")
 
     assert not {asked(record) for record in train} & {asked(record) for record in heldout}
-    assert {"question": "What is 11 + 11?", "answer": "22"} in train + heldout, "the family's parameter counts"
+    assert {"question": "What is 11 + 11?", "answer": "22"} in train + heldout, (
+        "the family's parameter counts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,10 @@ def test_what_is_held_out_is_not_trained_in_other_words(run: Callable[..., Any],
         (["--family", "sums", "--set", "most"], "--set takes NAME=VALUE: got most"),
         (["--family", "sums", "--heldout_size", "5000"], "the family has hardly more than"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_made_is_said(words: list[str], said: str, run: Callable[..., Any], tmp_path: Path) -> None:
+)
+def test_what_cannot_be_made_is_said(
+    words: list[str], said: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
     done = run(*words)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "data").exists()
@@ -94,5 +107,8 @@ def test_what_cannot_be_made_is_said(words: list[str], said: str, run: Callable[
 
 def test_a_question_belongs_to_one_split() -> None:
     data = [{"question": f"Q{i}", "answer": str(i), "metadata": {}} for i in range(200)]
-    splits = [[p["question"] for p in islice(gym_task.problems(data, heldout), 20)] for heldout in (False, True)]
+    splits = [
+        [p["question"] for p in islice(gym_task.problems(data, heldout), 20)]
+        for heldout in (False, True)
+    ]
     assert not set(splits[0]) & set(splits[1])

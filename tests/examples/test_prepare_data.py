@@ -1,4 +1,5 @@
-"""examples/python/prepare_data.py, through its command line, on small files in the published formats."""
+"""examples/python/prepare_data.py, through its command line, on small files in the published
+formats."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ def gsm8k(question: str, answer: str) -> dict[str, str]:
 def dapo(question: str, answer: str) -> dict[str, Any]:
     content = prepare_data.TEMPLATES["dapo"].format(question)
     return {
-        "data_source": "math_dapo", "prompt": [{"content": content, "role": "user"}], "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a"},
-    }  # fmt: skip
+        "data_source": "math_dapo",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a"},
+    }
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -41,11 +45,18 @@ def run(tmp_path: Path, *words: str) -> tuple[list[dict[str, Any]], dict[str, An
 
 def test_questions_come_once_and_never_from_the_test_files(tmp_path: Path):
     train = [
-        gsm8k("How many?", "1,072"), gsm8k("how  many?", "1072"), gsm8k("Which?", "2"), gsm8k("Which?", "3"),
-        gsm8k("Why is x + 1?", "4"), gsm8k("Why is x - 1?", "5"), gsm8k("Tested already?", "6"),
-    ]  # fmt: skip
+        gsm8k("How many?", "1,072"),
+        gsm8k("how  many?", "1072"),
+        gsm8k("Which?", "2"),
+        gsm8k("Which?", "3"),
+        gsm8k("Why is x + 1?", "4"),
+        gsm8k("Why is x - 1?", "5"),
+        gsm8k("Tested already?", "6"),
+    ]
     source = write(tmp_path / "train.jsonl", train)
-    test = write(tmp_path / "test.jsonl", [gsm8k("Tested  already?", "6"), gsm8k("Only there?", "7")])
+    test = write(
+        tmp_path / "test.jsonl", [gsm8k("Tested  already?", "6"), gsm8k("Only there?", "7")]
+    )
     records, manifest = run(tmp_path, "gsm8k", source, "--against", f"gsm8k={test}")
     assert records == [
         {"question": "How many?", "answer": "1072", "source": "gsm8k"},
@@ -53,18 +64,30 @@ def test_questions_come_once_and_never_from_the_test_files(tmp_path: Path):
         {"question": "Why is x - 1?", "answer": "5", "source": "gsm8k"},
     ]
     assert list(manifest["counts"].values()) == [7, 1, 2, 1, 3]
-    assert manifest["sources"][0]["sha256"] == {source: hashlib.sha256(Path(source).read_bytes()).hexdigest()}
+    assert manifest["sources"][0]["sha256"] == {
+        source: hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    }
 
 
 def test_worked_solutions_as_answers_to_train_on(tmp_path: Path, capsys):
     source = write(tmp_path / "train.jsonl", [gsm8k("How many?", "1,072")])
     (plain,), _ = run(tmp_path, "gsm8k", source, "--solutions")
-    assert plain == {"question": "How many?", "answer": "1072", "solution": "So it is 1,072.", "source": "gsm8k"}
+    assert plain == {
+        "question": "How many?",
+        "answer": "1072",
+        "solution": "So it is 1,072.",
+        "source": "gsm8k",
+    }
     (tagged,), _ = run(tmp_path, "gsm8k", source, "--solutions", "--system_prompt", "conflict")
     content = "<reasoning>So it is 1,072.</reasoning>\n<answer>1072</answer>"
     assert tagged["solution"] == [{"role": "assistant", "content": content}]
-    assert prepare_data.main(["amc23", source, "--solutions", "--output", str(tmp_path / "x.jsonl")]) == 2
-    assert "--solutions: amc23 has no worked solutions, gsm8k and math have" in capsys.readouterr().err
+    assert (
+        prepare_data.main(["amc23", source, "--solutions", "--output", str(tmp_path / "x.jsonl")])
+        == 2
+    )
+    assert (
+        "--solutions: amc23 has no worked solutions, gsm8k and math have" in capsys.readouterr().err
+    )
 
 
 def test_dapo_17k_as_published(tmp_path: Path):
@@ -79,7 +102,11 @@ def test_dapo_17k_as_published(tmp_path: Path):
 
 def test_every_benchmark_with_the_conflict_papers_system_prompt(tmp_path: Path):
     published = {
-        "math": {"problem": "p", "solution": "so \\boxed{1} or rather \\boxed{\\frac{1}{2}}.", "level": "Level 1"},
+        "math": {
+            "problem": "p",
+            "solution": "so \\boxed{1} or rather \\boxed{\\frac{1}{2}}.",
+            "level": "Level 1",
+        },
         "math500": {"problem": "p", "solution": "s", "answer": "\\frac{1}{2}"},
         "aime24": {"problem": "p", "answer": "025"},
         "aime25": {"question": "p", "answer": "336^\\circ"},
@@ -87,7 +114,9 @@ def test_every_benchmark_with_the_conflict_papers_system_prompt(tmp_path: Path):
     }
     for name, row in published.items():
         source = write(tmp_path / f"{name}.jsonl", [row])
-        records, _ = run(tmp_path, name, source, "--system_prompt", "conflict", "--template", "Q: {}")
+        records, _ = run(
+            tmp_path, name, source, "--system_prompt", "conflict", "--template", "Q: {}"
+        )
         answer = {"aime24": "25", "aime25": "336", "amc23": "27"}.get(name, "\\frac{1}{2}")
         assert [(record["answer"], record["source"]) for record in records] == [(answer, name)]
         (system, user) = records[0]["question"]
@@ -98,8 +127,16 @@ def test_every_benchmark_with_the_conflict_papers_system_prompt(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "words", "complaint"),
     [
-        ([gsm8k("a", "1"), {"question": "b"}], [], "train.jsonl, line 2: needs the keys ['answer']"),
-        ([gsm8k("a", "1"), {"question": "b", "answer": "no mark"}], [], "train.jsonl, line 2: the solution under"),
+        (
+            [gsm8k("a", "1"), {"question": "b"}],
+            [],
+            "train.jsonl, line 2: needs the keys ['answer']",
+        ),
+        (
+            [gsm8k("a", "1"), {"question": "b", "answer": "no mark"}],
+            [],
+            "train.jsonl, line 2: the solution under",
+        ),
         ([gsm8k("a", "1"), ["b"]], [], "train.jsonl, line 2: must be a JSON object, got list"),
         ([gsm8k("a", "1")], ["--template", "no place"], "--template must hold one {}"),
         ([gsm8k("a", "1")], ["--against", "train.jsonl"], "--against takes NAME=FILE"),
@@ -107,7 +144,9 @@ def test_every_benchmark_with_the_conflict_papers_system_prompt(tmp_path: Path):
         ([gsm8k("a", "1"), gsm8k("a", "2")], [], "no record is left to write"),
     ],
 )
-def test_what_is_damaged_or_wrong_stops_it_with_the_place(tmp_path, monkeypatch, capsys, rows, words, complaint):
+def test_what_is_damaged_or_wrong_stops_it_with_the_place(
+    tmp_path, monkeypatch, capsys, rows, words, complaint
+):
     monkeypatch.chdir(tmp_path)
     write(Path("train.jsonl"), rows)
     assert prepare_data.main(["gsm8k", "train.jsonl", "--output", "out.jsonl", *words]) == 2

@@ -21,36 +21,39 @@ FILE = Path(reward_tagged_maths.__file__)
 GOOD = "<reasoning>48+24=72</reasoning><answer>72</answer>"
 
 
-@pytest.mark.parametrize(("text", "paper", "official"), [
-    (GOOD, (10, 10), (10, 10)),
-    (GOOD + "\n", (10, 10), (10, 10)),
-    (GOOD + "\n\n", (10, 10), (1.5, 0)),
-    (GOOD + " That is all.", (10, 10), (1.5, 0)),
-    ("<answer>72</answer>", (1, 10), (1, 0)),
-    ("72", (0, 0), (0, 0)),
-    ("", (0, 0), (0, 0)),
-    ("<reasoning>so 72</reasoning>", (1, 0), (1, 0)),
-    ("<reasoning>so</reasoning>72</answer>", (1, 0), (1.5, 0)),
-    ("</reasoning><answer>72</answer>", (1, 10), (1.5, 0)),
-    ("</answer>72<answer></reasoning>x<reasoning>", (10, 0), (0, 0)),
-    ("<answer>72</answer><reasoning>r</reasoning>", (10, 10), (1.5, 0)),
-    ("<reasoning>a\nb</reasoning>\n<answer>\n 72 \n</answer>", (10, 10), (10, 10)),
-    ("<reasoning>r</reasoning><answer>the 72 things</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>172</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>72.0</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>72.0107</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>71.9892</answer>", (10, 0), (10, 0)),
-    ("<reasoning>r</reasoning><answer>71.9893</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>7.2e1</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>seven</answer>", (10, 0), (10, 0)),
-    ("<reasoning>r</reasoning><answer></answer>", (10, 0), (10, 0)),
-    ("<reasoning>r</reasoning><answer>nan</answer>", (10, 0), (10, 0)),
-    ("<reasoning>r</reasoning><answer>72</answer><answer>5</answer>", (10, 10), (10, 10)),
-    ("<reasoning>r</reasoning><answer>5</answer><answer>72</answer>", (10, 0), (10, 10)),
-    ("<reasoning>r</reasoning><answer>5<answer>72</answer>", (10, 0), (10, 10)),
-    ("<answer><reasoning>72</reasoning></answer>", (10, 0), (10, 10)),
-    ("<ANSWER>72</ANSWER>", (0, 0), (0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "paper", "official"),
+    [
+        (GOOD, (10, 10), (10, 10)),
+        (GOOD + "\n", (10, 10), (10, 10)),
+        (GOOD + "\n\n", (10, 10), (1.5, 0)),
+        (GOOD + " That is all.", (10, 10), (1.5, 0)),
+        ("<answer>72</answer>", (1, 10), (1, 0)),
+        ("72", (0, 0), (0, 0)),
+        ("", (0, 0), (0, 0)),
+        ("<reasoning>so 72</reasoning>", (1, 0), (1, 0)),
+        ("<reasoning>so</reasoning>72</answer>", (1, 0), (1.5, 0)),
+        ("</reasoning><answer>72</answer>", (1, 10), (1.5, 0)),
+        ("</answer>72<answer></reasoning>x<reasoning>", (10, 0), (0, 0)),
+        ("<answer>72</answer><reasoning>r</reasoning>", (10, 10), (1.5, 0)),
+        ("<reasoning>a\nb</reasoning>\n<answer>\n 72 \n</answer>", (10, 10), (10, 10)),
+        ("<reasoning>r</reasoning><answer>the 72 things</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>172</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>72.0</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>72.0107</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>71.9892</answer>", (10, 0), (10, 0)),
+        ("<reasoning>r</reasoning><answer>71.9893</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>7.2e1</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>seven</answer>", (10, 0), (10, 0)),
+        ("<reasoning>r</reasoning><answer></answer>", (10, 0), (10, 0)),
+        ("<reasoning>r</reasoning><answer>nan</answer>", (10, 0), (10, 0)),
+        ("<reasoning>r</reasoning><answer>72</answer><answer>5</answer>", (10, 10), (10, 10)),
+        ("<reasoning>r</reasoning><answer>5</answer><answer>72</answer>", (10, 0), (10, 10)),
+        ("<reasoning>r</reasoning><answer>5<answer>72</answer>", (10, 0), (10, 10)),
+        ("<answer><reasoning>72</reasoning></answer>", (10, 0), (10, 10)),
+        ("<ANSWER>72</ANSWER>", (0, 0), (0, 0)),
+    ],
+)
 def test_points(text: str, paper: tuple[float, float], official: tuple[float, float]) -> None:
     for mode, wanted in (("paper", paper), ("official", official)):
         reward = tagged_reward(text, "72", mode)
@@ -70,7 +73,9 @@ def regex_official(text: str, gold: str) -> tuple[float, float]:
     has_a = re.search("<answer>.*?</answer>$", text, re.DOTALL)
     if not (has_r and has_a):
         others = ("<answer>", "</answer>") if has_r else ("<reasoning>", "</reasoning>")
-        return 0.0 if not has_r and not has_a else 1.5 if any(tag in text for tag in others) else 1.0, 0.0
+        return 0.0 if not has_r and not has_a else 1.5 if any(
+            tag in text for tag in others
+        ) else 1.0, 0.0
     stated = re.search(r"<answer>\s*(.*?)\s*</answer>$", text, re.DOTALL)[1].strip()
     try:
         close = abs(float(stated) - float(gold)) <= 1e-2 + 1e-5 * abs(float(gold))
@@ -79,10 +84,27 @@ def regex_official(text: str, gold: str) -> tuple[float, float]:
     return 10.0, 10.0 * (close or gold in stated)
 
 
-@given(st.lists(
-    st.sampled_from(["<reasoning>", "</reasoning>", "<answer>", "</answer>", "7", "2", ".", " ", "\n", "x", "\u3000"]),
-    max_size=12,
-), st.sampled_from(["7", "72", "7.2", "x"]))  # fmt: skip
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<reasoning>",
+                "</reasoning>",
+                "<answer>",
+                "</answer>",
+                "7",
+                "2",
+                ".",
+                " ",
+                "\n",
+                "x",
+                "\u3000",
+            ]
+        ),
+        max_size=12,
+    ),
+    st.sampled_from(["7", "72", "7.2", "x"]),
+)
 def test_the_searches_are_those_of_the_regular_expressions(pieces: list[str], gold: str) -> None:
     text = "".join(pieces)
     for mode, reference in (("paper", regex_paper), ("official", regex_official)):
@@ -107,26 +129,42 @@ def test_mistakes_are_named() -> None:
 
 
 def test_labels() -> None:
-    assert gold_answer("48/2=24\n48+24=72\n#### 72\n") == gold_answer("72") == gold_answer("a #### b #### 72") == "72"
+    assert (
+        gold_answer("48/2=24\n48+24=72\n#### 72\n")
+        == gold_answer("72")
+        == gold_answer("a #### b #### 72")
+        == "72"
+    )
     with pytest.raises(ValueError, match="end in '#### answer'"):
         gold_answer("so ####  ")
 
 
-@pytest.mark.parametrize(("mode", "completion", "reward", "score", "points", "tags"), [
-    ("paper", GOOD + "<|im_end|>", 20, 1, 10, 1),
-    ("official", GOOD + "<|im_end|><|endoftext|>", 20, 1, 10, 1),
-    ("official", GOOD + "<|eot_id|>", 20, 1, 10, 1),
-    ("official", GOOD + " and on", 1.5, 0, 1.5, 1),
-    ("paper", "<answer>72</answer><|im_end|>", 11, 1, 1, 0),
-    ("official", "<answer>72</answer><|im_end|>", 1, 0, 1, 0),
-    ("paper", "<reasoning>48+24<reasoning>=72</reasoning><answer>72</answer>", 20, 1, 10, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "completion", "reward", "score", "points", "tags"),
+    [
+        ("paper", GOOD + "<|im_end|>", 20, 1, 10, 1),
+        ("official", GOOD + "<|im_end|><|endoftext|>", 20, 1, 10, 1),
+        ("official", GOOD + "<|eot_id|>", 20, 1, 10, 1),
+        ("official", GOOD + " and on", 1.5, 0, 1.5, 1),
+        ("paper", "<answer>72</answer><|im_end|>", 11, 1, 1, 0),
+        ("official", "<answer>72</answer><|im_end|>", 1, 0, 1, 0),
+        ("paper", "<reasoning>48+24<reasoning>=72</reasoning><answer>72</answer>", 20, 1, 10, 0),
+    ],
+)
 def test_reward_file(
-    mode: str, completion: str, reward: float, score: float, points: float, tags: float, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    completion: str,
+    reward: float,
+    score: float,
+    points: float,
+    tags: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REWARD_TAGGED_MODE", mode)
     prompt = "Answer as <reasoning>...</reasoning><answer>...</answer>. 48+24? "
-    answer = load_file()["reward_func"](queries=[prompt + completion], prompts=[prompt], labels=["x\n#### 72"], extra=1)
+    answer = load_file()["reward_func"](
+        queries=[prompt + completion], prompts=[prompt], labels=["x\n#### 72"], extra=1
+    )
     assert answer == {
         "rewards": reward,
         "scores": score,
@@ -143,18 +181,32 @@ def load_file() -> dict:
 def test_reward_file_in_the_pool() -> None:
     with RewardPool(Reward(remote_url=str(FILE), num_workers=1, timeout_s=PATIENCE_S)) as pool:
         result = asyncio.run(pool.grade("What?" + GOOD + "<|im_end|>", "What?", "#### 72"))
-    assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10, "tags": 1})
+    assert (result.reward, result.score, result.extra_logs) == (
+        20,
+        1,
+        {"accuracy": 1, "format": 10, "tags": 1},
+    )
 
 
 def test_a_wrong_mode_is_refused_when_the_file_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TAGGED_MODE", "strict")
-    with pytest.raises(ValueError, match="REWARD_TAGGED_MODE must be one of paper, official, got 'strict'"):
+    with pytest.raises(
+        ValueError, match="REWARD_TAGGED_MODE must be one of paper, official, got 'strict'"
+    ):
         load_file()
 
 
 def test_the_module_is_light() -> None:
-    program = "import sys, reward_tagged_maths; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    program = (
+        "import sys, reward_tagged_maths; print({'torch', 'numpy', 'matplotlib'} & "
+        "set(sys.modules))"
+    )
     shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S, cwd=FILE.parent
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+        cwd=FILE.parent,
     )
     assert shown.stdout.strip() == "set()"

@@ -21,7 +21,18 @@ from tests.patience import PATIENCE_S
 LABEL = "3+4=7\n7*2=14\n#### 14"
 RIGHT = "<reasoning>3+4=7;7*2=14</reasoning><answer>14</answer>"
 WRONG = "<reasoning>3+4=7;7*2=15</reasoning><answer>15</answer>"
-PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "<|im_end|>", "14", "-", "#### 14", "\\boxed{", "é"]
+PIECES = [
+    "<reasoning>",
+    "</reasoning>",
+    "<answer>",
+    "</answer>",
+    "<|im_end|>",
+    "14",
+    "-",
+    "#### 14",
+    "\\boxed{",
+    "é",
+]
 NASTY = st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join))
 
 
@@ -35,9 +46,16 @@ def gsm8k(completion: str, label: str, prompt: str = "How many?") -> dict[str, f
     return {"score": answer["scores"], **answer["extra_logs"]}
 
 
-@pytest.mark.parametrize("ending", ["", "<|im_end|>", "<|im_end|><|endoftext|><|endoftext|>", "\n<|im_end|>\n"])
+@pytest.mark.parametrize(
+    "ending", ["", "<|im_end|>", "<|im_end|><|endoftext|><|endoftext|>", "\n<|im_end|>\n"]
+)
 def test_a_right_answer_in_form_earns_one(ending: str) -> None:
-    assert arithmetic(RIGHT + ending) == {"reward": 1.0, "score": 1.0, "accuracy": 1.0, "format": 1.0}
+    assert arithmetic(RIGHT + ending) == {
+        "reward": 1.0,
+        "score": 1.0,
+        "accuracy": 1.0,
+        "format": 1.0,
+    }
 
 
 def test_form_without_the_right_answer_earns_the_format_credit() -> None:
@@ -45,7 +63,12 @@ def test_form_without_the_right_answer_earns_the_format_credit() -> None:
 
 
 def test_a_right_answer_without_reasoning_counts_but_is_not_in_form() -> None:
-    assert arithmetic("7*2<answer> 14 </answer>") == {"reward": 1.0, "score": 1.0, "accuracy": 1.0, "format": 0.0}
+    assert arithmetic("7*2<answer> 14 </answer>") == {
+        "reward": 1.0,
+        "score": 1.0,
+        "accuracy": 1.0,
+        "format": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,8 +98,14 @@ def test_an_answer_in_the_prompt_is_not_the_policys() -> None:
 
 @pytest.mark.parametrize("module", [reward_arithmetic, reward_gsm8k, reward_tagged_maths])
 @pytest.mark.parametrize("cut", [0, 100])
-def test_the_completion_is_found_after_a_composed_or_truncated_prompt(module: object, cut: int) -> None:
-    prompt = "<answer>1</answer>" * 10 + "A cafe\N{COMBINING ACUTE ACCENT} has 14 chairs." + " And a bar." * 5
+def test_the_completion_is_found_after_a_composed_or_truncated_prompt(
+    module: object, cut: int
+) -> None:
+    prompt = (
+        "<answer>1</answer>" * 10
+        + "A cafe\N{COMBINING ACUTE ACCENT} has 14 chairs."
+        + " And a bar." * 5
+    )
     written = prompt.replace("e\N{COMBINING ACUTE ACCENT}", "é")
     assert module.completion_of(written[cut:] + RIGHT, prompt) == RIGHT
 
@@ -91,7 +120,9 @@ def test_partial_credit_counts_the_steps_at_their_place() -> None:
 def test_credits_come_from_the_environment() -> None:
     read = reward_arithmetic.Credits.from_environment
     assert read({}) == reward_arithmetic.Credits(0.1, 0.0)
-    assert read({"REWARD_FORMAT_CREDIT": "0", "REWARD_PARTIAL_CREDIT": "0.5"}) == reward_arithmetic.Credits(0.0, 0.5)
+    assert read(
+        {"REWARD_FORMAT_CREDIT": "0", "REWARD_PARTIAL_CREDIT": "0.5"}
+    ) == reward_arithmetic.Credits(0.0, 0.5)
     for value in ("-0.1", "0.6", "nan", "much"):
         with pytest.raises(ValueError, match="REWARD_FORMAT_CREDIT"):
             read({"REWARD_FORMAT_CREDIT": value})
@@ -123,8 +154,14 @@ def test_any_text_gets_a_finite_reward(completion: str, prompt: str) -> None:
 def test_the_reward_files_import_no_torch() -> None:
     code = "import sys, reward_arithmetic, reward_gsm8k; sys.exit('torch' in sys.modules)"
     folder = str(Path(reward_arithmetic.__file__).parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S).returncode == 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
+    }
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +188,9 @@ def real_problems(shared_data: Path) -> Iterator[dict[str, str]]:
             yield from map(json.loads, lines)
 
 
-def test_every_real_gsm8k_solution_is_graded_right_and_a_changed_one_wrong(shared_data: Path) -> None:
+def test_every_real_gsm8k_solution_is_graded_right_and_a_changed_one_wrong(
+    shared_data: Path,
+) -> None:
     for row in real_problems(shared_data):
         question, label = row["question"], row["answer"]
         final = reward_gsm8k.label_answer(label)

@@ -17,7 +17,8 @@ def test_the_label_agrees_with_python(seed: int, operands: int, largest_value: i
     problem = toy_task.draw_problem(random.Random(seed), operands, largest_value)
     solution = problem.solution
     assert re.fullmatch(r"[0-9+*()-]+=\?", problem.question)
-    assert solution.answer == eval(problem.question.removesuffix("=?"))  # digits, brackets and + - * only
+    # digits, brackets and + - * only
+    assert solution.answer == eval(problem.question.removesuffix("=?"))
     assert len(solution.steps) == operands - 1
     for step in solution.steps:
         left, right = step.split("=")
@@ -56,7 +57,9 @@ def test_splits_stay_disjoint_across_seeds() -> None:
 
 def test_the_same_seed_writes_the_same_files(tmp_path: Path) -> None:
     def written(name: str, seed: int) -> bytes:
-        return toy_task.write_task(tmp_path / name, train_size=50, heldout_size=10, seed=seed)["train"].read_bytes()
+        return toy_task.write_task(tmp_path / name, train_size=50, heldout_size=10, seed=seed)[
+            "train"
+        ].read_bytes()
 
     assert written("a", 3) == written("b", 3) != written("c", 4)
 
@@ -74,7 +77,15 @@ def test_a_wrong_difficulty_is_refused(shares: list[str]) -> None:
 
 
 def test_the_largest_value_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["toy_task.py", "--output_dir", str(tmp_path), "--largest_value", "9", "--train_size", "40"]
+    words = [
+        "toy_task.py",
+        "--output_dir",
+        str(tmp_path),
+        "--largest_value",
+        "9",
+        "--train_size",
+        "40",
+    ]
     monkeypatch.setattr("sys.argv", [*words, "--heldout_size", "10"])
     toy_task.main()
     answers = re.findall(r"=(\d+)", (tmp_path / "train.jsonl").read_text())

@@ -1,7 +1,8 @@
-"""A process that has imported what Ray's workers import from other packages, and forks workers (sitecustomize.py).
+"""A process that has imported what Ray's workers import from other packages, and forks workers
+(sitecustomize.py).
 
-Neither openrlhf_ext, nor vLLM, nor Megatron, nor Ray is imported here: their patches, environments, and threads are the
-worker's own. Every worker is a process as any other, apart from its parent.
+Neither openrlhf_ext, nor vLLM, nor Megatron, nor Ray is imported here: their patches, environments,
+and threads are the worker's own. Every worker is a process as any other, apart from its parent.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _IMPORTS = (
 def main(address: str, tests: int) -> None:
     """Serves at the address until the process with the pid ``tests`` ends.
 
-    It leaves the tree of the test that starts it: what ends or looks at the processes below that test would find the
-    workers of other tests, which run at the same time.
+    It leaves the tree of the test that starts it: what ends or looks at the processes below that
+    test would find the workers of other tests, which run at the same time.
     """
     if os.fork():
         os._exit(0)
@@ -48,7 +49,8 @@ def main(address: str, tests: int) -> None:
 
 
 def serve(address: str, tests: int) -> None:
-    """Forks a worker for every connection, and tells it how the worker ended. Ends with the tests."""
+    """Forks a worker for every connection, and tells it how the worker ended. Ends with the
+    tests."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address + ".binding")
     listener.listen(64)
@@ -56,7 +58,8 @@ def serve(address: str, tests: int) -> None:
     poll = select.poll()
     poll.register(tests, select.POLLIN)
     poll.register(listener, select.POLLIN)
-    # by the descriptor of a worker, and of its stand-in's connection: the worker, its connection and its note
+    # by the descriptor of a worker, and of its stand-in's connection: the worker, its connection
+    # and its note
     ends: dict[int, tuple[int, socket.socket, str]] = {}
     while True:
         for descriptor, _ in poll.poll():
@@ -92,7 +95,8 @@ def serve(address: str, tests: int) -> None:
 
 
 def fork(address: str, connection: socket.socket) -> tuple[int, str] | None:
-    """The worker's pid, and the note of it under its stand-in's; None if the stand-in died before it asked."""
+    """The worker's pid, and the note of it under its stand-in's; None if the stand-in died before
+    it asked."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     if not message:
         connection.close()
@@ -121,7 +125,8 @@ def run(worker: dict[str, Any], streams: list[int]) -> int:
     os.closerange(3, 256)  # of the server and of other workers
     os.setsid()
     os.chdir(worker["cwd"])
-    os.environ.update(worker["environ"].items() - os.environ.items())  # setproctitle finds its place by the old ones
+    # setproctitle finds its place by the old ones
+    os.environ.update(worker["environ"].items() - os.environ.items())
     signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked"])
     resource.setrlimit(resource.RLIMIT_NOFILE, worker["files"])
     random.seed()

@@ -1,8 +1,10 @@
-"""Python imports this first in every process that a test starts (tests/conftest.py puts the folder on PYTHONPATH).
+"""Python imports this first in every process that a test starts (tests/conftest.py puts the folder
+on PYTHONPATH).
 
-A worker of Ray's spends most of a small job on importing torch and transformers. This one asks ``server.py``, which has
-imported them, to fork the worker, and stands in for it in Ray's tree: it ends as the worker does, and the worker ends
-with it. Without a server of the same environment it leaves a request for one, and goes on as any other process.
+A worker of Ray's spends most of a small job on importing torch and transformers. This one asks
+``server.py``, which has imported them, to fork the worker, and stands in for it in Ray's tree: it
+ends as the worker does, and the worker ends with it. Without a server of the same environment it
+leaves a request for one, and goes on as any other process.
 """
 
 from __future__ import annotations
@@ -17,13 +19,24 @@ import socket
 import sys
 
 # Libraries read these when they are imported: a worker is forked from a process that had the same.
-_READ = ("HF_", "KMP_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_", "TORCHDYNAMO_", "TORCH_", "TRANSFORMERS_")
+_READ = (
+    "HF_",
+    "KMP_",
+    "MKL_",
+    "OMP_",
+    "PYTHON",
+    "TOKENIZERS_",
+    "TORCHDYNAMO_",
+    "TORCH_",
+    "TRANSFORMERS_",
+)
 
 
 def stand_in(folder: str) -> None:
     """Returns if there is no server; otherwise ends this process when the worker has ended."""
     read = {key: value for key, value in os.environ.items() if key.startswith(_READ)}
-    network = os.readlink("/proc/self/ns/net")  # a worker of a test's own network cannot be forked outside of it
+    # a worker of a test's own network cannot be forked outside of it
+    network = os.readlink("/proc/self/ns/net")
     facts = json.dumps([sys.executable, network, sorted(read.items())])
     address = os.path.join(folder, hashlib.sha256(facts.encode()).hexdigest()[:16])
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -37,10 +50,13 @@ def stand_in(folder: str) -> None:
             os.replace(file.name, address + ".wanted")
         return
     worker = {
-        "argv": sys.orig_argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid(),
+        "argv": sys.orig_argv[1:],
+        "environ": dict(os.environ),
+        "cwd": os.getcwd(),
+        "parent": os.getpid(),
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
-    }  # fmt: skip
+    }
     streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     connection.sendmsg([json.dumps(worker).encode()], streams)
     status = connection.recv(16)  # b"" if the server has died, and its workers with it

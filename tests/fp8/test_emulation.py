@@ -1,4 +1,5 @@
-"""The three products and delayed scaling against the measured tables, torch's FP8 products and a restatement."""
+"""The three products and delayed scaling against the measured tables, torch's FP8 products and a
+restatement."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.fp8.quantize import E4M3, E5M2, FP8_MAX, DelayedScale, Grid, Products, amax_of, quantize
+from openrlhf_ext.fp8.quantize import (
+    E4M3,
+    E5M2,
+    FP8_MAX,
+    DelayedScale,
+    Grid,
+    Products,
+    amax_of,
+    quantize,
+)
 from openrlhf_ext.fp8.recipe import Recipe
 
 OPERANDS = ("x", "w", "dy")
@@ -32,7 +42,11 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 def operands(tokens: int, inputs: int, outputs: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    x, w, dy = torch.randn(tokens, inputs), torch.randn(outputs, inputs) * 0.02, torch.randn(tokens, outputs) * 1e-4
+    x, w, dy = (
+        torch.randn(tokens, inputs),
+        torch.randn(outputs, inputs) * 0.02,
+        torch.randn(tokens, outputs) * 1e-4,
+    )
     return dict(zip(OPERANDS, (x, w, dy), strict=True))
 
 
@@ -43,7 +57,11 @@ def products(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, 
         scale.record({"x": x, "w": w, "dy": dy}[operand])
         scale.update(scale.history_A[0].clone())
         scales[operand] = scale.scale
-    return layer.output(x, w, scales), layer.input_gradient(dy, w, scales), layer.weight_gradient(dy, x, scales)
+    return (
+        layer.output(x, w, scales),
+        layer.input_gradient(dy, w, scales),
+        layer.weight_gradient(dy, x, scales),
+    )
 
 
 def exact_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +69,8 @@ def exact_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Te
     return x @ w.t(), dy @ w, dy.t() @ x
 
 
-# ---- the products ---------------------------------------------------------------------------------------------------
+# ---- the products
+# --------------------------------------------------------------------------------------------------
 
 
 def test_errors_of_the_recipes():
@@ -59,9 +78,12 @@ def test_errors_of_the_recipes():
     given = operands(1024, 2048, 2048)
     exact = exact_products(**given)
     for recipe, expected in {
-        CURRENT: (0.0375, 0.0590, 0.0589), delayed(): (0.0375, 0.0590, 0.0589), CURRENT_E4M3: (0.0375, 0.0374, 0.0374),
-        POW2: (0.0375, 0.0375, 0.0375), BLOCKWISE: (0.0369, 0.0369, 0.0363),
-    }.items():  # fmt: skip
+        CURRENT: (0.0375, 0.0590, 0.0589),
+        delayed(): (0.0375, 0.0590, 0.0589),
+        CURRENT_E4M3: (0.0375, 0.0374, 0.0374),
+        POW2: (0.0375, 0.0375, 0.0375),
+        BLOCKWISE: (0.0369, 0.0369, 0.0363),
+    }.items():
         errors = [error(*pair) for pair in zip(products(recipe, **given), exact, strict=True)]
         assert errors == pytest.approx(expected, abs=1e-4), recipe.label
 
@@ -70,15 +92,20 @@ def test_what_small_values_lose_beside_outliers():
     """Only where they are enormous does a scale for each block help."""
     torch.manual_seed(0)
     for factor, expected in {
-        1: (0.0373, 0.0375, 0.0368), 60: (0.0374, 0.0376, 0.0368), 1000: (0.0375, 0.0375, 0.0371),
+        1: (0.0373, 0.0375, 0.0368),
+        60: (0.0374, 0.0376, 0.0368),
+        1000: (0.0375, 0.0375, 0.0371),
         20000: (0.0773, 0.0402, 0.0380),
-    }.items():  # fmt: skip
+    }.items():
         x, w = torch.randn(512, 1024), torch.randn(1024, 1024) * 0.02
         x[:, :2] *= factor
         for recipe, want in zip((CURRENT, POW2, BLOCKWISE), expected, strict=True):
             layer = Products(recipe)
             got = layer.codes("x", x).values()[:, 2:] @ layer.codes("w", w).values()[:, 2:].t()
-            assert error(got, x[:, 2:] @ w[:, 2:].t()) == pytest.approx(want, abs=1e-4), (factor, recipe.label)
+            assert error(got, x[:, 2:] @ w[:, 2:].t()) == pytest.approx(want, abs=1e-4), (
+                factor,
+                recipe.label,
+            )
 
 
 @pytest.mark.parametrize("backward", ["e4m3", "hybrid"])
@@ -89,7 +116,10 @@ def test_tensorwise_products_are_torchs(backward):
     assert codes["dy"].codes_RC.dtype == (E5M2 if backward == "hybrid" else E4M3)
 
     def scaled_mm(one: str, other: str, transpose: tuple[bool, bool]) -> Tensor:
-        a, b = (c.codes_RC.t() if t else c.codes_RC for c, t in zip((codes[one], codes[other]), transpose, strict=True))
+        a, b = (
+            c.codes_RC.t() if t else c.codes_RC
+            for c, t in zip((codes[one], codes[other]), transpose, strict=True)
+        )
         a, b = a.contiguous(), b.t().contiguous().t()  # row-major times column-major
         scales = {"scale_a": codes[one].scale_inv, "scale_b": codes[other].scale_inv}
         return torch._scaled_mm(a, b, **scales, out_dtype=torch.float32)
@@ -103,11 +133,14 @@ def test_tensorwise_products_are_torchs(backward):
         assert error(got, expected) < 1e-6
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE, POW2, CURRENT, delayed()], ids=lambda recipe: recipe.label)
+@pytest.mark.parametrize(
+    "recipe", [BLOCKWISE, POW2, CURRENT, delayed()], ids=lambda recipe: recipe.label
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(96, 256, 128), (37, 200, 150), (1, 64, 64)])
 def test_the_sum_over_blocks_in_float64(recipe, dtype, sizes):
-    """Block by block as the hardware sums: codes in float64, times both scales; only fp32's sums differ."""
+    """Block by block as the hardware sums: codes in float64, times both scales; only fp32's sums
+    differ."""
     given = {operand: matrix.to(dtype) for operand, matrix in operands(*sizes).items()}
     got = products(recipe, **given)
     layer, scales = Products(recipe), {}
@@ -126,18 +159,21 @@ def test_the_sum_over_blocks_in_float64(recipe, dtype, sizes):
     (x, sx), (w, sw), (dy, sdy) = (codes(operand, False) for operand in OPERANDS)
     (xt, sxt), (wt, swt), (dyt, sdyt) = (codes(operand, True) for operand in OPERANDS)
     exact = (
-        torch.einsum("tk,tk,nk,nk->tn", x, sx, w, sw), torch.einsum("tn,tn,nk,nk->tk", dy, sdy, wt, swt),
+        torch.einsum("tk,tk,nk,nk->tn", x, sx, w, sw),
+        torch.einsum("tn,tn,nk,nk->tk", dy, sdy, wt, swt),
         torch.einsum("tn,tn,tk,tk->nk", dyt, sdyt, xt, sxt),
-    )  # fmt: skip
+    )
     bound = 2e-6 if dtype is torch.float32 else 4e-3
     assert [p.dtype for p in got] == [dtype, dtype, torch.float32]
     assert all(
-        error(*pair) < limit for pair, limit in zip(zip(got, exact, strict=True), (bound, bound, 2e-6), strict=True)
+        error(*pair) < limit
+        for pair, limit in zip(zip(got, exact, strict=True), (bound, bound, 2e-6), strict=True)
     )
 
 
 def test_blocks_lie_along_what_is_summed():
-    """Of a matrix whose rows differ much in size, the copy for sums over rows must not share scales along them."""
+    """Of a matrix whose rows differ much in size, the copy for sums over rows must not share scales
+    along them."""
     torch.manual_seed(0)
     x = torch.randn(256, 256)
     x *= torch.logspace(-12, 0, 256)[:, None]
@@ -147,7 +183,9 @@ def test_blocks_lie_along_what_is_summed():
     assert Products(BLOCKWISE).codes("x", x).grid is Grid.ROWS
     assert Products(BLOCKWISE).codes("x", x, transposed=True).grid is Grid.COLUMNS
     assert (
-        Products(BLOCKWISE).codes("w", x).grid is Products(BLOCKWISE).codes("w", x, transposed=True).grid is Grid.TILES
+        Products(BLOCKWISE).codes("w", x).grid
+        is Products(BLOCKWISE).codes("w", x, transposed=True).grid
+        is Grid.TILES
     )
 
 
@@ -178,7 +216,8 @@ def test_tokens_of_a_pack_meet_under_current_scaling_only():
         assert (error(layer.output(x, w, {})[:8], layer.output(x[:8], w, {})) < 1e-6) == alone
 
 
-# ---- why the quantizer must be the rollout's ------------------------------------------------------------------------
+# ---- why the quantizer must be the rollout's
+# ------------------------------------------------------------------------
 
 
 def rms_norm(z: Tensor) -> Tensor:
@@ -186,7 +225,8 @@ def rms_norm(z: Tensor) -> Tensor:
 
 
 def test_only_the_same_quantizer_lowers_the_mismatch():
-    """A 4-layer MLP with its head in fp32; the rollout is blockwise with fp32 scales. Mean |log-prob difference|."""
+    """A 4-layer MLP with its head in fp32; the rollout is blockwise with fp32 scales. Mean
+    |log-prob difference|."""
     torch.manual_seed(1)
     hidden, vocab, tokens = 256, 2048, 512
     up = [torch.randn(4 * hidden, hidden) * hidden**-0.5 for _ in range(4)]
@@ -215,10 +255,13 @@ def test_only_the_same_quantizer_lowers_the_mismatch():
         assert mismatch(emulated(recipe)) == pytest.approx(0.152, abs=2e-3)
 
 
-# ---- delayed scaling ------------------------------------------------------------------------------------------------
+# ---- delayed scaling
+# ------------------------------------------------------------------------------------------------
 
 
-def run(recipe: Recipe, series: list[float], dtype: torch.dtype = E4M3) -> tuple[DelayedScale, list[float]]:
+def run(
+    recipe: Recipe, series: list[float], dtype: torch.dtype = E4M3
+) -> tuple[DelayedScale, list[float]]:
     scale, seen = DelayedScale(dtype, recipe), []
     for amax in series:
         scale.record(torch.tensor([amax, 0.0]))
@@ -267,22 +310,29 @@ def test_nothing_noted_moves_nothing():
 
 
 def test_nan_does_not_stay_in_the_history():
-    """TransformerEngine takes fmaxf; with torch.maximum the scale would stand still for as long as the history is."""
+    """TransformerEngine takes fmaxf; with torch.maximum the scale would stand still for as long as
+    the history is."""
     assert run(delayed(1024), [float("nan"), 2.0])[1] == [1.0, 224.0]
 
 
 def test_an_overflowing_quotient():
     assert run(delayed(2), [1e-38])[1] == [FLT_MAX]
-    assert run(delayed(2, margin=10), [1e-37])[1] == [np.float32(448 / 1024) / np.float32(1e-37)], "margin first"
+    assert run(delayed(2, margin=10), [1e-37])[1] == [np.float32(448 / 1024) / np.float32(1e-37)], (
+        "margin first"
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     series=st.lists(
-        st.floats(0, 2.0**100, width=32) | st.sampled_from([0.0, float("inf"), 1e-45, 1e-38, FLT_MAX]), max_size=12
+        st.floats(0, 2.0**100, width=32)
+        | st.sampled_from([0.0, float("inf"), 1e-45, 1e-38, FLT_MAX]),
+        max_size=12,
     ),
-    length=st.integers(1, 5), margin=st.integers(0, 3), algorithm=st.sampled_from(["max", "most_recent"]),
-)  # fmt: skip
+    length=st.integers(1, 5),
+    margin=st.integers(0, 3),
+    algorithm=st.sampled_from(["max", "most_recent"]),
+)
 def test_any_series(series, length, margin, algorithm):
     """TransformerEngine's kernel, step by step in float64."""
     history, scale, expected = [0.0] * length, 1.0, []
@@ -317,5 +367,9 @@ def test_the_first_micro_batch_is_clipped():
 def test_only_delayed_scaling_has_scales():
     assert Products(BLOCKWISE).scales() == Products(CURRENT).scales() == {}
     scales = Products(delayed(8)).scales()
-    assert {operand: scale.dtype for operand, scale in scales.items()} == {"x": E4M3, "w": E4M3, "dy": E5M2}
+    assert {operand: scale.dtype for operand, scale in scales.items()} == {
+        "x": E4M3,
+        "w": E4M3,
+        "dy": E5M2,
+    }
     assert all(len(scale.history_A) == 8 and scale.scale == 1 for scale in scales.values())

@@ -1,4 +1,5 @@
-"""The formulas against a slow restatement in float64, torch's own casts and vLLM's two quantizers."""
+"""The formulas against a slow restatement in float64, torch's own casts and vLLM's two
+quantizers."""
 
 from __future__ import annotations
 
@@ -33,17 +34,24 @@ def bits(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8)
 
 
-# ---- scales and saturation ------------------------------------------------------------------------------------------
+# ---- scales and saturation
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("amax", "fp32", "pow2"),
     [
-        (0.0, 1.0, 1.0), (INF, 1.0, 1.0), (NAN, 1.0, 1.0), (3.0, 448 / 3, 128.0), (448.0, 1.0, 1.0),
-        (449.0, 448 / 449, 0.5), (1e-38, FLT_MAX, 2.0**127), (1e-45, FLT_MAX, 2.0**127),
+        (0.0, 1.0, 1.0),
+        (INF, 1.0, 1.0),
+        (NAN, 1.0, 1.0),
+        (3.0, 448 / 3, 128.0),
+        (448.0, 1.0, 1.0),
+        (449.0, 448 / 449, 0.5),
+        (1e-38, FLT_MAX, 2.0**127),
+        (1e-45, FLT_MAX, 2.0**127),
         (FLT_MAX, 448 / FLT_MAX, 2.0**-120),
     ],
-)  # fmt: skip
+)
 def test_scales_of_e4m3(amax, fp32, pow2):
     for value in (torch.tensor(amax), torch.tensor([[amax]])):
         assert scale_from_amax(value, E4M3).item() == pytest.approx(fp32, rel=1e-7)
@@ -55,17 +63,42 @@ def test_a_quotient_beyond_fp32_becomes_the_largest_value_of_the_inputs_type_wit
     tiny = torch.full((1, 128), 1e-38)
     for dtype in (torch.float32, torch.bfloat16):
         largest = torch.finfo(dtype).max
-        assert quantize(tiny.to(dtype), E4M3, Grid.ROWS).scale_inv.item() == 1 / torch.tensor(largest)
-        assert quantize(tiny.to(dtype), E4M3, Grid.TENSOR).scale_inv.item() == 1 / torch.tensor(FLT_MAX)
+        assert quantize(tiny.to(dtype), E4M3, Grid.ROWS).scale_inv.item() == 1 / torch.tensor(
+            largest
+        )
+        assert quantize(tiny.to(dtype), E4M3, Grid.TENSOR).scale_inv.item() == 1 / torch.tensor(
+            FLT_MAX
+        )
 
 
 @pytest.mark.parametrize(
     ("dtype", "pairs"),
     [
-        (E4M3, [(448, 448), (463.9, 448), (464, 448), (INF, 448), (-INF, -448), (2.0**-10, 0), (2e-3, 2.0**-9)]),
-        (E5M2, [(57344, 57344), (61439, 57344), (61440, 57344), (INF, 57344), (-INF, -57344), (2.0**-17, 0)]),
+        (
+            E4M3,
+            [
+                (448, 448),
+                (463.9, 448),
+                (464, 448),
+                (INF, 448),
+                (-INF, -448),
+                (2.0**-10, 0),
+                (2e-3, 2.0**-9),
+            ],
+        ),
+        (
+            E5M2,
+            [
+                (57344, 57344),
+                (61439, 57344),
+                (61440, 57344),
+                (INF, 57344),
+                (-INF, -57344),
+                (2.0**-17, 0),
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_too_large_saturates(dtype, pairs):
     x, expected = torch.tensor(pairs, dtype=torch.float32).t()
     assert saturating_cast(x, dtype).float().tolist() == expected.tolist()
@@ -85,9 +118,11 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("towards", [0.0, INF])
-def test_an_ulp_of_a_blocks_scale_moves_a_product_as_far_as_two_libraries_may_differ(monkeypatch, towards):
-    """bf16 entries have 8 bits, FP8's 4: times a scale that is no power of two, a few lie midway, and its last bit
-    decides. The study of a GPU allows 7e-3 (te.Linear was 4.5e-3 away)."""
+def test_an_ulp_of_a_blocks_scale_moves_a_product_as_far_as_two_libraries_may_differ(
+    monkeypatch, towards
+):
+    """bf16 entries have 8 bits, FP8's 4: times a scale that is no power of two, a few lie midway,
+    and its last bit decides. The study of a GPU allows 7e-3 (te.Linear was 4.5e-3 away)."""
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(512, 512, generator=generator).bfloat16()
     w_NK = (torch.randn(512, 512, generator=generator) / 512**0.5).bfloat16()
@@ -96,7 +131,8 @@ def test_an_ulp_of_a_blocks_scale_moves_a_product_as_far_as_two_libraries_may_di
 
     def beside(amax: Tensor, dtype: torch.dtype, **options) -> Tensor:
         scale = scale_from_amax(amax, dtype, **options)
-        return torch.nextafter(scale, torch.tensor(towards)) if amax.shape[0] == 512 else scale  # of x, not of w
+        # of x, not of w
+        return torch.nextafter(scale, torch.tensor(towards)) if amax.shape[0] == 512 else scale
 
     monkeypatch.setattr(formulas, "scale_from_amax", beside)
     moved_TN, moved_TK = products.output(x_TK, w_NK, {}), products.codes("x", x_TK).codes_RC
@@ -105,7 +141,8 @@ def test_an_ulp_of_a_blocks_scale_moves_a_product_as_far_as_two_libraries_may_di
     assert _relative(moved_TN, exact_TN) == pytest.approx(_relative(y_TN, exact_TN), rel=2e-3)
 
 
-# ---- every grid, against a restatement ------------------------------------------------------------------------------
+# ---- every grid, against a restatement
+# ------------------------------------------------------------------------------
 
 
 def nearest(x: float, dtype: torch.dtype) -> float:
@@ -118,9 +155,12 @@ def nearest(x: float, dtype: torch.dtype) -> float:
 
 
 def block_of(grid: Grid, row: int, column: int) -> tuple[int, int]:
-    height, width = {Grid.TENSOR: (10**9, 10**9), Grid.ROWS: (1, 128), Grid.COLUMNS: (128, 1), Grid.TILES: (128, 128)}[
-        grid
-    ]
+    height, width = {
+        Grid.TENSOR: (10**9, 10**9),
+        Grid.ROWS: (1, 128),
+        Grid.COLUMNS: (128, 1),
+        Grid.TILES: (128, 128),
+    }[grid]
     return row // height, column // width
 
 
@@ -131,11 +171,17 @@ SPECIAL = st.sampled_from(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.sampled_from([1, 2, 127, 128, 129, 260]), columns=st.sampled_from([1, 3, 128, 130]),
-    grid=st.sampled_from(GRIDS), dtype=st.sampled_from(DTYPES), of=st.sampled_from([torch.float32, torch.bfloat16]),
-    pow2=st.booleans(), magnitude=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e35]), seed=st.integers(0, 99),
-    special=st.lists(st.tuples(st.integers(0, 259), st.integers(0, 129), SPECIAL), max_size=4), data=st.data(),
-)  # fmt: skip
+    rows=st.sampled_from([1, 2, 127, 128, 129, 260]),
+    columns=st.sampled_from([1, 3, 128, 130]),
+    grid=st.sampled_from(GRIDS),
+    dtype=st.sampled_from(DTYPES),
+    of=st.sampled_from([torch.float32, torch.bfloat16]),
+    pow2=st.booleans(),
+    magnitude=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e35]),
+    seed=st.integers(0, 99),
+    special=st.lists(st.tuples(st.integers(0, 259), st.integers(0, 129), SPECIAL), max_size=4),
+    data=st.data(),
+)
 def test_any_matrix(rows, columns, grid, dtype, of, pow2, magnitude, seed, special, data):
     torch.manual_seed(seed)
     x_RC = torch.randn(rows, columns) * magnitude
@@ -157,11 +203,15 @@ def test_any_matrix(rows, columns, grid, dtype, of, pow2, magnitude, seed, speci
             quotient = float(np.float32(min(FP8_MAX[dtype] / float(amax), largest)))
             scales[block] = 2.0 ** np.floor(np.log2(quotient)) if pow2 else quotient
         at = block if grid is not Grid.TENSOR else ()
-        assert quantized.scale_inv[at].item() == pytest.approx(1 / scales[block], rel=2e-7, abs=2e-45)
+        assert quantized.scale_inv[at].item() == pytest.approx(
+            1 / scales[block], rel=2e-7, abs=2e-45
+        )
     for _ in range(30):
         row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
         entry, code = float(x_RC[row, column]), float(codes[row, column])
-        scale_inv = quantized.scale_inv[block_of(grid, row, column) if grid is not Grid.TENSOR else ()].item()
+        scale_inv = quantized.scale_inv[
+            block_of(grid, row, column) if grid is not Grid.TENSOR else ()
+        ].item()
         if np.isnan(entry):
             assert np.isnan(code) and values[row, column].isnan()
             continue
@@ -182,7 +232,8 @@ def test_no_entries(grid, shape):
 
 
 @pytest.mark.parametrize(
-    ("grid", "shape"), [(Grid.TENSOR, ()), (Grid.ROWS, (200, 3)), (Grid.COLUMNS, (2, 300)), (Grid.TILES, (2, 3))]
+    ("grid", "shape"),
+    [(Grid.TENSOR, ()), (Grid.ROWS, (200, 3)), (Grid.COLUMNS, (2, 300)), (Grid.TILES, (2, 3))],
 )
 def test_shapes_of_scales(grid, shape):
     assert quantize(torch.randn(200, 300), E4M3, grid).scale_inv.shape == shape
@@ -193,11 +244,17 @@ def test_shapes_of_scales(grid, shape):
 def test_columns_are_the_rows_of_the_transpose(shape, dtype):
     torch.manual_seed(0)
     x_RC = torch.randn(shape).to(dtype)
-    for ours, theirs in ((Grid.COLUMNS, Grid.ROWS), (Grid.TILES, Grid.TILES), (Grid.TENSOR, Grid.TENSOR)):
+    for ours, theirs in (
+        (Grid.COLUMNS, Grid.ROWS),
+        (Grid.TILES, Grid.TILES),
+        (Grid.TENSOR, Grid.TENSOR),
+    ):
         for transpose in (x_RC.t(), x_RC.t().contiguous()):  # also of a view
             one, other = quantize(x_RC, E4M3, ours), quantize(transpose, E4M3, theirs)
             assert torch.equal(bits(one.codes_RC), bits(other.codes_RC.t().contiguous()))
-            assert torch.equal(one.scale_inv, other.scale_inv.t() if other.scale_inv.ndim else other.scale_inv)
+            assert torch.equal(
+                one.scale_inv, other.scale_inv.t() if other.scale_inv.ndim else other.scale_inv
+            )
             assert torch.equal(one.values(), other.values().t())
 
 
@@ -205,7 +262,9 @@ def test_a_matrix_and_its_transpose_differ_under_blocks():
     """Each copy is rounded from the original."""
     torch.manual_seed(0)
     x_RC = torch.randn(256, 256) * torch.rand(256, 1).exp()
-    assert not torch.equal(quantize(x_RC, E4M3, Grid.ROWS).values(), quantize(x_RC, E4M3, Grid.COLUMNS).values())
+    assert not torch.equal(
+        quantize(x_RC, E4M3, Grid.ROWS).values(), quantize(x_RC, E4M3, Grid.COLUMNS).values()
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -213,7 +272,9 @@ def test_bf16_has_the_codes_of_the_same_values_in_fp32(grid):
     torch.manual_seed(0)
     x_RC = torch.randn(200, 300).bfloat16()
     one, other = quantize(x_RC, E4M3, grid), quantize(x_RC.float(), E4M3, grid)
-    assert torch.equal(bits(one.codes_RC), bits(other.codes_RC)) and torch.equal(one.scale_inv, other.scale_inv)
+    assert torch.equal(bits(one.codes_RC), bits(other.codes_RC)) and torch.equal(
+        one.scale_inv, other.scale_inv
+    )
     assert one.values().dtype == torch.float32
 
 
@@ -227,15 +288,18 @@ def test_one_blocks_outlier_leaves_the_others_alone():
         assert torch.equal(one[untouched], other[untouched]) and other[0, 0].isnan()
 
 
-# ---- vLLM's ---------------------------------------------------------------------------------------------------------
+# ---- vLLM's
+# --------------------------------------------------------------------------------------------------
 
-# They multiply by 1 / (amax / 448) or divide by amax / 448, we multiply by 448 / amax: what stands between two codes
-# may go either way. bf16 entries often do, as amax has only 8 bits; of fp32 ones, about one in 10^6.
+# They multiply by 1 / (amax / 448) or divide by amax / 448, we multiply by 448 / amax: what stands
+# between two codes may go either way. bf16 entries often do, as amax has only 8 bits; of fp32 ones,
+# about one in 10^6.
 VLLM = pytest.mark.parametrize(("dtype", "differ"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-3)])
 
 
 def compare(x_RC: Tensor, ours: Quantized, codes: Tensor, scale_inv: Tensor, differ: float) -> None:
-    """Scales are the same but for the last bit, codes but for a share of at most ``differ`` that are between two."""
+    """Scales are the same but for the last bit, codes but for a share of at most ``differ`` that
+    are between two."""
     torch.testing.assert_close(ours.scale_inv, scale_inv, rtol=2e-7, atol=0)
     other_RC = bits(ours.codes_RC) != bits(codes.contiguous())
     assert other_RC.float().mean() <= differ

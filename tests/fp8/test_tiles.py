@@ -37,7 +37,8 @@ SAME = {
     "Llama-3.1-8B": LayerShape(32, 8, 128, 14336),
     "Llama-3.1-70B": LayerShape(64, 8, 128, 28672),
 }
-SMALL, TOY = LayerShape(14, 2, 64, 4864), LayerShape(4, 2, 32, 256)  # Qwen2.5-0.5B, the tests' policy
+# Qwen2.5-0.5B, the tests' policy
+SMALL, TOY = LayerShape(14, 2, 64, 4864), LayerShape(4, 2, 32, 256)
 QKV = [f"self_attn.{name}_proj" for name in "qkv"]
 OUT, MLP = "self_attn.o_proj", [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 WIDTH = 256  # of the axis that nobody cuts, in random weights
@@ -60,10 +61,12 @@ def test_models_that_both_cut_alike(model, trainer_tp, engine_tp):
 @pytest.mark.parametrize(
     ("shape", "trainer_tp", "engine_tp", "names"),
     [
-        # 7 queries of a group are 448 rows: a tile holds the last of them and the key; vLLM's holds queries only
+        # 7 queries of a group are 448 rows: a tile holds the last of them and the key; vLLM's holds
+        # queries only
         (SMALL, 1, 1, QKV),
         (SMALL, 2, 1, [*QKV, OUT]),
-        # both ranks of either side hold one group, in the same order; their 448 columns of o_proj are no tiles
+        # both ranks of either side hold one group, in the same order; their 448 columns of o_proj
+        # are no tiles
         (SMALL, 2, 2, []),
         (TOY, 1, 1, QKV),
         (TOY, 2, 1, [*QKV, OUT]),
@@ -89,14 +92,32 @@ def test_the_trainers_cut_is_that_of_the_weight_map(shape, size):
     if shape.num_heads % size:
         pytest.skip("heads are not for so many ranks")
     model = ModelShape(
-        model_type="qwen3", num_layers=1, hidden_size=128, ffn_hidden_size=shape.ffn_hidden_size,
-        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=128,
-        max_positions=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling_factor=None, tied_embeddings=True,
-        qkv_bias=False, qk_norm=False,
-    )  # fmt: skip
-    rules = [r for r in stage_rules(model, range(1), False, False) if r.split in ("qkv", "gate_up", "row")]
+        model_type="qwen3",
+        num_layers=1,
+        hidden_size=128,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=128,
+        max_positions=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling_factor=None,
+        tied_embeddings=True,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+    rules = [
+        r
+        for r in stage_rules(model, range(1), False, False)
+        if r.split in ("qkv", "gate_up", "row")
+    ]
     mapped = [
-        [Run(r.hf_names[run.tensor].removeprefix("model.layers.0."), run.start, run.stop) for run in runs]
+        [
+            Run(r.hf_names[run.tensor].removeprefix("model.layers.0."), run.start, run.stop)
+            for run in runs
+        ]
         for r in rules
         for runs in (shard_runs(r, model, Shard(rank, size)) for rank in range(size))
     ]
@@ -111,7 +132,11 @@ def test_the_engines_cut_is_that_of_vllms_own_layers(shape, size):
     from vllm.model_executor import parameter
     from vllm.model_executor.layers import linear
 
-    heads, ffn, named = shape.num_heads * shape.head_dim, shape.ffn_hidden_size, {"params_dtype": torch.float32}
+    heads, ffn, named = (
+        shape.num_heads * shape.head_dim,
+        shape.ffn_hidden_size,
+        {"params_dtype": torch.float32},
+    )
     found = []
     for rank in range(size):
         with ExitStack() as patches:
@@ -119,11 +144,17 @@ def test_the_engines_cut_is_that_of_vllms_own_layers(shape, size):
             for module in (linear, parameter):
                 replace = {"rank": rank, "world_size": size}
                 for what, value in replace.items():
-                    get = mock.patch.object(module, f"get_tensor_model_parallel_{what}", lambda value=value: value)
+                    get = mock.patch.object(
+                        module, f"get_tensor_model_parallel_{what}", lambda value=value: value
+                    )
                     patches.enter_context(get)
-            qkv = linear.QKVParallelLinear(8, shape.head_dim, shape.num_heads, shape.num_kv_heads, bias=False, **named)
+            qkv = linear.QKVParallelLinear(
+                8, shape.head_dim, shape.num_heads, shape.num_kv_heads, bias=False, **named
+            )
             fc1 = linear.MergedColumnParallelLinear(8, [ffn, ffn], bias=False, **named)
-            o, down = (linear.RowParallelLinear(width, 8, bias=False, **named) for width in (heads, ffn))
+            o, down = (
+                linear.RowParallelLinear(width, 8, bias=False, **named) for width in (heads, ffn)
+            )
             kv = shape.num_kv_heads * shape.head_dim
             found += [
                 loaded(qkv, {QUERY: (heads, "q"), KEY: (kv, "k"), VALUE: (kv, "v")}, 0),
@@ -131,12 +162,16 @@ def test_the_engines_cut_is_that_of_vllms_own_layers(shape, size):
                 loaded(o, {PROJECTION: (heads,)}, 1),
                 loaded(down, {DOWN: (ffn,)}, 1),
             ]
-    expected = [[(r.tensor, i) for r in shard for i in range(r.start, r.stop)] for shard in engine_shards(shape, size)]
+    expected = [
+        [(r.tensor, i) for r in shard for i in range(r.start, r.stop)]
+        for shard in engine_shards(shape, size)
+    ]
     assert sorted(found) == sorted(expected)
 
 
 def loaded(layer: torch.nn.Module, tensors: dict[str, tuple], axis: int) -> list[tuple[str, int]]:
-    """(tensor, row or column) for each of a vLLM layer's, after it has loaded tensors: name -> length, vLLM's name."""
+    """(tensor, row or column) for each of a vLLM layer's, after it has loaded tensors: name ->
+    length, vLLM's name."""
     names = list(tensors)
     for number, (length, *part) in enumerate(tensors.values()):
         entries = torch.arange(length, dtype=torch.float32) + 10_000 * number
@@ -147,18 +182,30 @@ def loaded(layer: torch.nn.Module, tensors: dict[str, tuple], axis: int) -> list
 
 
 def weights(shape: LayerShape) -> dict[str, Tensor]:
-    """Random weights, every row and column of another size: tiles of other entries have another scale."""
+    """Random weights, every row and column of another size: tiles of other entries have another
+    scale."""
     heads = shape.num_heads * shape.head_dim
-    lengths = dict.fromkeys(["q", "o"], heads) | dict.fromkeys(["k", "v"], shape.num_kv_heads * shape.head_dim)
+    lengths = dict.fromkeys(["q", "o"], heads) | dict.fromkeys(
+        ["k", "v"], shape.num_kv_heads * shape.head_dim
+    )
     names = {f"self_attn.{name}_proj.weight": length for name, length in lengths.items()}
     names |= {f"mlp.{name}_proj.weight": shape.ffn_hidden_size for name in ("gate", "up", "down")}
-    made = {name: torch.randn(length, WIDTH) * torch.rand(length, 1).mul(4).exp() for name, length in names.items()}
-    return {name: weight.t().contiguous() if name in BY_COLUMNS else weight for name, weight in made.items()}
+    made = {
+        name: torch.randn(length, WIDTH) * torch.rand(length, 1).mul(4).exp()
+        for name, length in names.items()
+    }
+    return {
+        name: weight.t().contiguous() if name in BY_COLUMNS else weight
+        for name, weight in made.items()
+    }
 
 
 def scales(shards: list[list[Run]], tensors: dict[str, Tensor]) -> dict[str, list[set[float]]]:
-    """Tensor -> for each of its rows or columns the scales of its entries on whatever rank holds it."""
-    found = {name: [set() for _ in range(w.shape[name in BY_COLUMNS])] for name, w in tensors.items()}
+    """Tensor -> for each of its rows or columns the scales of its entries on whatever rank holds
+    it."""
+    found = {
+        name: [set() for _ in range(w.shape[name in BY_COLUMNS])] for name, w in tensors.items()
+    }
     for shard in shards:
         axis = int(shard[0].tensor in BY_COLUMNS)
         parts = [tensors[run.tensor].narrow(axis, run.start, run.stop - run.start) for run in shard]
@@ -173,10 +220,14 @@ def scales(shards: list[list[Run]], tensors: dict[str, Tensor]) -> dict[str, lis
 
 @settings(max_examples=60, deadline=None)
 @given(
-    groups=st.sampled_from([1, 2, 3, 4]), queries=st.sampled_from([1, 2, 3]), head_dim=st.sampled_from([16, 64, 128]),
-    ffn=st.sampled_from([64, 192, 256, 512]), trainer_tp=st.sampled_from([1, 2, 4]),
-    engine_tp=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99),
-)  # fmt: skip
+    groups=st.sampled_from([1, 2, 3, 4]),
+    queries=st.sampled_from([1, 2, 3]),
+    head_dim=st.sampled_from([16, 64, 128]),
+    ffn=st.sampled_from([64, 192, 256, 512]),
+    trainer_tp=st.sampled_from([1, 2, 4]),
+    engine_tp=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+)
 def test_random_weights_get_other_scales_exactly_where_tiles_differ(
     groups, queries, head_dim, ffn, trainer_tp, engine_tp, seed
 ):
@@ -200,8 +251,16 @@ def test_random_weights_get_other_scales_exactly_where_tiles_differ(
     [
         (SMALL, (4, 1), "the trainer's tensor-parallel size 4 does not divide num_heads 14"),
         (SMALL, (1, 4), "the engine's tensor-parallel size 4 does not divide num_heads 14"),
-        (LayerShape(4, 2, 32, 254), (4, 1), "the trainer's tensor-parallel size 4 does not divide ffn_hidden_size 254"),
-        (LayerShape(12, 3, 32, 256), (1, 4), "size 4 and num_kv_heads 3: neither divides the other"),
+        (
+            LayerShape(4, 2, 32, 254),
+            (4, 1),
+            "the trainer's tensor-parallel size 4 does not divide ffn_hidden_size 254",
+        ),
+        (
+            LayerShape(12, 3, 32, 256),
+            (1, 4),
+            "size 4 and num_kv_heads 3: neither divides the other",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(shape, sizes, reason):

@@ -28,7 +28,9 @@ def tiny_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def build(case: dict[str, Any], kind: type[MegatronPolicy] = MegatronPolicy, **optimizer: Any) -> MegatronPolicy:
+def build(
+    case: dict[str, Any], kind: type[MegatronPolicy] = MegatronPolicy, **optimizer: Any
+) -> MegatronPolicy:
     """A policy as ``tests.megatron.parity.settings`` describes it: NCCL on a GPU, gloo on a CPU."""
     join_alone()
     policy_settings = settings({"world_size": 1, **case}, 1, **optimizer)
@@ -48,9 +50,11 @@ def facts(policy: MegatronPolicy) -> dict[str, Any]:
     # TransformerEngine takes over for bf16 where it is installed: call 1 runs before it is
     plain = policy.dtype != torch.bfloat16 or not has_transformer_engine()
     return {
-        "backend": dist.get_backend(), "dtype": str(policy.dtype), "layers": "plain" if plain else "TransformerEngine",
+        "backend": dist.get_backend(),
+        "dtype": str(policy.dtype),
+        "layers": "plain" if plain else "TransformerEngine",
         "parameters": sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
-    }  # fmt: skip
+    }
 
 
 def states_of(policy: MegatronPolicy) -> dict[str, Tensor]:
@@ -61,11 +65,15 @@ def states_of(policy: MegatronPolicy) -> dict[str, Tensor]:
         for name, parameter in chunk.named_parameters()
     }
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in part.param_groups for parameter in group["params"]
+        ):
             number = len(found)
             found[f"{number} main"] = parameter
             found |= {
-                f"{number} {name}": v for name, v in part.optimizer.state[parameter].items() if torch.is_tensor(v)
+                f"{number} {name}": v
+                for name, v in part.optimizer.state[parameter].items()
+                if torch.is_tensor(v)
             }
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
@@ -73,4 +81,8 @@ def states_of(policy: MegatronPolicy) -> dict[str, Tensor]:
 def different(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     """Names of what is not equal to the last bit."""
     names = sorted(got.keys() | want.keys())
-    return [name for name in names if name not in got or name not in want or not torch.equal(got[name], want[name])]
+    return [
+        name
+        for name in names
+        if name not in got or name not in want or not torch.equal(got[name], want[name])
+    ]

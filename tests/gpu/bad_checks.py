@@ -35,7 +35,9 @@ def leaving(machine: Machine) -> dict[str, Any]:
 
 def hanging(machine: Machine) -> dict[str, Any]:
     """With a process in a session of its own, as Ray's are, whose number it leaves."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True
+    )
     Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
     time.sleep(3600)
     return {}
@@ -61,7 +63,8 @@ CHECKS = (
     *(Check(f"{NAME}:{name}", 1, 60) for name in ("wrong", "crashing", "leaving", "unwritable")),
     Check(f"{NAME}:hanging", 1, 12),  # a process takes two or three seconds to begin
     Check(f"{NAME}:elsewhere", 1, 60),
-    Check(f"{NAME}:lacking", 1, 60, ("no_such_package",)),  # there is no such function either: it is not called
+    # there is no such function either: it is not called
+    Check(f"{NAME}:lacking", 1, 60, ("no_such_package",)),
     Check(f"{NAME}:good", 1, 60),
     Check(f"{NAME}:hanging", 3, 600),
     Check(f"{NAME}:elsewhere", 3, 60),

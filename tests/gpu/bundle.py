@@ -1,22 +1,25 @@
-"""Makes and checks what a GPU machine without a network needs besides the checkout: ``bash tests/gpu/bundle.sh``.
+"""Makes and checks what a GPU machine without a network needs besides the checkout:
+``bash tests/gpu/bundle.sh``.
 
     python -m tests.gpu.bundle [FOLDER] [--whole] [--python 3.12] [--torch 2.11.0+cu130]
 
 In the folder (default build/gpu_bundle), for the policy alone, and TransformerEngine:
 
     manifest.json         Python and torch it is for, versions, SHA-256 of every file below
-    site/                 packages that torch and transformers do not bring, unpacked: goes on PYTHONPATH
-    transformer_engine/   its wheel, the sdist of its torch part, its core for some architectures only (xz)
-    goldens/              what the CPU computed, if tests/gpu/goldens.py exists
-    te/, built/           not there yet: tests/gpu/te_build.py makes them on the GPU machine
+    site/                 packages that torch and transformers do not bring, unpacked: goes on
+    PYTHONPATH transformer_engine/   its wheel, the sdist of its torch part, its core for some
+    architectures only (xz) goldens/              what the CPU computed, if tests/gpu/goldens.py
+    exists te/, built/           not there yet: tests/gpu/te_build.py makes them on the GPU machine
 
-With ``--whole`` (default build/gpu_whole), for a run with vLLM and Ray; TransformerEngine goes in another call:
+With ``--whole`` (default build/gpu_whole), for a run with vLLM and Ray; TransformerEngine goes in
+another call:
 
     manifest.json         the same, and the versions of all packages
-    part-00, part-01 ...  an xz archive of site/ and toy/ (the quickstart's policy, start/, and its problems, data/)
+    part-00, part-01 ...  an xz archive of site/ and toy/ (the quickstart's policy, start/, and its
+    problems, data/)
 
-The Python that runs this must be the project's (goldens, policy) with pip and wheel. Standard library only, because the
-GPU machine checks the folder before it has anything else.
+The Python that runs this must be the project's (goldens, policy) with pip and wheel. Standard
+library only, because the GPU machine checks the folder before it has anything else.
 """
 
 from __future__ import annotations
@@ -43,11 +46,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MANIFEST = "manifest.json"
 MOST_BYTES = 60_000_000
 ARCHITECTURES = (90,)
-# what our code and megatron-core import (safetensors, packaging, numpy come with transformers); without what they
-# require, which is torch, numpy and packaging
+# what our code and megatron-core import (safetensors, packaging, numpy come with transformers);
+# without what they require, which is torch, numpy and packaging
 ALONE = ("megatron-core", "einops", "psutil", "pyyaml")
 WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
-# megatron-core says that it needs Python 3.12 and has wheels for 3.11 too, and pip may ask the Python that runs it
+# megatron-core says that it needs Python 3.12 and has wheels for 3.11 too, and pip may ask the
+# Python that runs it
 AS_PINNED = ("--no-deps", "--ignore-requires-python")
 WHOLE_KIND = "whole"
 # all that vLLM, Ray and our code import in a whole run, but for what is in the next two lists
@@ -65,15 +69,23 @@ STAND_INS = {
     "llguidance": "the same",
     "openai_harmony": "the chat format of gpt-oss; the module of oss-harmony",
 }
-# modules that they import too, and that the machine itself must have: its own fit its torch and its numpy
+# modules that they import too, and that the machine itself must have: its own fit its torch and its
+# numpy
 OF_THE_HOST = (
     "PIL", "accelerate", "aiohttp", "anyio", "attr", "click", "cloudpickle", "cpuinfo", "filelock", "fsspec",
     "google.protobuf", "grpc", "h11", "httpx", "huggingface_hub", "jinja2", "msgpack", "multidict", "numba", "numpy",
     "packaging", "pandas", "prometheus_client", "pyarrow", "regex", "requests", "safetensors", "sympy", "tensorboard",
     "tokenizers", "tqdm", "transformers", "triton", "typing_extensions", "uvloop", "xxhash", "yarl",
 )  # fmt: skip
-_PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
-# for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks
+_PLATFORMS = (
+    "manylinux_2_28",
+    "manylinux_2_27",
+    "manylinux_2_24",
+    "manylinux_2_17",
+    "manylinux2014",
+)
+# for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version,
+# which a CPU build lacks
 _STAND_IN = {
     "torch/__init__.py": """
         __version__ = "{torch}"
@@ -89,10 +101,12 @@ _STAND_IN = {
 
 
 class BundleError(RuntimeError):
-    """A bundle that is damaged, too large, or made for another Python or torch; the text says what to do."""
+    """A bundle that is damaged, too large, or made for another Python or torch; the text says what
+    to do."""
 
 
-# ---- checking -------------------------------------------------------------------------------------------------------
+# ---- checking
+# --------------------------------------------------------------------------------------------------
 
 
 def verify(bundle: Path) -> dict[str, Any]:
@@ -105,9 +119,18 @@ def verify(bundle: Path) -> dict[str, Any]:
 
     manifest = read_manifest(bundle)
     here = {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__}
-    if other := [f"{name} {manifest[name]}, here is {mine}" for name, mine in here.items() if manifest[name] != mine]:
-        remedy = f"bash tests/gpu/bundle.sh --python {here['python']} --torch {here['torch']} {bundle}"
-        raise BundleError(f"{bundle} was made for {'; '.join(other)}. Make it again where there is a network: {remedy}")
+    if other := [
+        f"{name} {manifest[name]}, here is {mine}"
+        for name, mine in here.items()
+        if manifest[name] != mine
+    ]:
+        remedy = (
+            f"bash tests/gpu/bundle.sh --python {here['python']} --torch {here['torch']} {bundle}"
+        )
+        raise BundleError(
+            f"{bundle} was made for {'; '.join(other)}. Make it again where there is a network: "
+            f"{remedy}"
+        )
     if problem := damage(bundle, manifest):
         raise BundleError(problem)
     return manifest
@@ -115,12 +138,16 @@ def verify(bundle: Path) -> dict[str, Any]:
 
 def damage(bundle: Path, manifest: dict[str, Any]) -> str | None:
     """What is wrong with the files of the folder, in one line."""
-    damaged = [name for name, known in manifest["files"].items() if _digest(bundle / name) != known["sha256"]]
+    damaged = [
+        name
+        for name, known in manifest["files"].items()
+        if _digest(bundle / name) != known["sha256"]
+    ]
     if not damaged:
         return None
     return (
-        f"{bundle}: {len(damaged)} of {len(manifest['files'])} files are missing or not as they were made, "
-        f"among them {', '.join(damaged[:5])}: carry it again"
+        f"{bundle}: {len(damaged)} of {len(manifest['files'])} files are missing or not as they "
+        f"were made, among them {', '.join(damaged[:5])}: carry it again"
     )
 
 
@@ -135,7 +162,9 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
         raise BundleError(f"{bundle} is no bundle of tests/gpu/bundle.sh: {error}") from error
 
 
-def write_manifest(bundle: Path, python: str, torch: str, *, most: int | None = None, **facts: Any) -> dict[str, Any]:
+def write_manifest(
+    bundle: Path, python: str, torch: str, *, most: int | None = None, **facts: Any
+) -> dict[str, Any]:
     """Lists every file of the folder, and says what it is for.
 
     Raises:
@@ -146,11 +175,17 @@ def write_manifest(bundle: Path, python: str, torch: str, *, most: int | None = 
     sizes = {path: path.stat().st_size for path in paths}
     if (total := sum(sizes.values())) > most:
         largest = sorted(paths, key=lambda path: -sizes[path])[:5]
-        named = ", ".join(f"{path.relative_to(bundle)} {sizes[path] / 1e6:.1f} MB" for path in largest)
-        raise BundleError(
-            f"{bundle} has {total / 1e6:.1f} MB, at most {most / 1e6:g} can be carried: the largest are {named}"
+        named = ", ".join(
+            f"{path.relative_to(bundle)} {sizes[path] / 1e6:.1f} MB" for path in largest
         )
-    files = {str(path.relative_to(bundle)): {"bytes": sizes[path], "sha256": _digest(path)} for path in paths}
+        raise BundleError(
+            f"{bundle} has {total / 1e6:.1f} MB, at most {most / 1e6:g} can be carried: the "
+            f"largest are {named}"
+        )
+    files = {
+        str(path.relative_to(bundle)): {"bytes": sizes[path], "sha256": _digest(path)}
+        for path in paths
+    }
     manifest = {"python": python, "torch": torch, **facts, "total_bytes": total, "files": files}
     (bundle / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -160,7 +195,8 @@ def _digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-# ---- making ---------------------------------------------------------------------------------------------------------
+# ---- making
+# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         manifest = _make(new, args.python, args.torch, cuda, args.cache)
     shutil.rmtree(args.folder, ignore_errors=True)
     new.rename(args.folder)
-    print(f"{args.folder}: {manifest['total_bytes'] / 1e6:.1f} MB for Python {args.python} and torch {args.torch}")
+    print(
+        f"{args.folder}: {manifest['total_bytes'] / 1e6:.1f} MB for Python {args.python} and "
+        f"torch {args.torch}"
+    )
     return 0
 
 
@@ -189,26 +228,47 @@ def _make(target: Path, python: str, torch: str, cuda: str, cache: Path) -> dict
     _transformer_engine(target / "transformer_engine", version, torch, cuda, cache)
     made = _goldens(target / "goldens")
     return write_manifest(
-        target, python, torch, commit=commit(), packages=packages, transformer_engine=version,
-        architectures=ARCHITECTURES, goldens=made,
-    )  # fmt: skip
+        target,
+        python,
+        torch,
+        commit=commit(),
+        packages=packages,
+        transformer_engine=version,
+        architectures=ARCHITECTURES,
+        goldens=made,
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bash tests/gpu/bundle.sh", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="default: build/gpu_bundle, or build/gpu_whole")
-    parser.add_argument("--whole", action="store_true", help="vLLM, Ray and all they need, no TransformerEngine")
+    parser = argparse.ArgumentParser(
+        prog="bash tests/gpu/bundle.sh", description=__doc__.split("\n")[0]
+    )
     parser.add_argument(
-        "--heads", type=lambda text: [int(part) for part in text.split(",")], default=[64, 128],
-        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; also 96, 192, 256, 512)",
-    )  # fmt: skip
-    parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine")
-    parser.add_argument("--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine")
+        "folder", nargs="?", type=Path, help="default: build/gpu_bundle, or build/gpu_whole"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="vLLM, Ray and all they need, no TransformerEngine"
+    )
+    parser.add_argument(
+        "--heads",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[64, 128],
+        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; also 96, "
+        "192, 256, 512)",
+    )
+    parser.add_argument(
+        "--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine"
+    )
+    parser.add_argument(
+        "--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine"
+    )
     caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument(
-        "--cache", type=Path, default=caches / "openrlhf_ext" / "gpu_bundle",
+        "--cache",
+        type=Path,
+        default=caches / "openrlhf_ext" / "gpu_bundle",
         help="where TransformerEngine's slimmed core is kept, and the symbols of torch",
-    )  # fmt: skip
+    )
     args = parser.parse_args(arguments)
     args.folder = args.folder or ROOT / "build" / ("gpu_whole" if args.whole else "gpu_bundle")
     return args
@@ -218,7 +278,9 @@ def _cuda_of(torch: str) -> str:
     """'13.0' for '2.11.0+cu130'."""
     match = re.search(r"\+cu(\d\d)(\d)$", torch)
     if match is None:
-        raise BundleError(f"--torch must be a CUDA build like 2.11.0+cu130 (torch.__version__ there), got {torch}")
+        raise BundleError(
+            f"--torch must be a CUDA build like 2.11.0+cu130 (torch.__version__ there), got {torch}"
+        )
     return f"{match[1]}.{match[2]}"
 
 
@@ -245,7 +307,16 @@ def wheels_for(python: str) -> list[str]:
     tag = "cp" + python.replace(".", "")
     abis = [part for abi in (tag, "abi3", "none") for part in ("--abi", abi)]
     platforms = [part for name in _PLATFORMS for part in ("--platform", f"{name}_x86_64")]
-    return ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp", *abis, *platforms]
+    return [
+        "--only-binary",
+        ":all:",
+        "--python-version",
+        python,
+        "--implementation",
+        "cp",
+        *abis,
+        *platforms,
+    ]
 
 
 def _transformer_engine(target: Path, version: str, torch: str, cuda: str, cache: Path) -> None:
@@ -256,7 +327,13 @@ def _transformer_engine(target: Path, version: str, torch: str, cuda: str, cache
             path = Path(stand_in) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text).format(torch=torch, cuda=cuda))
-        wanted = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", f"transformer_engine_torch=={version}"]
+        wanted = [
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+            f"transformer_engine_torch=={version}",
+        ]
         download(target, *wanted, PYTHONPATH=stand_in, NVTE_PYTORCH_FORCE_BUILD="TRUE")
     core = f"transformer_engine_cu{cuda.split('.')[0]}"
     kept = cache / "-".join([core, version, *(f"sm{number}" for number in ARCHITECTURES)])
@@ -266,14 +343,17 @@ def _transformer_engine(target: Path, version: str, torch: str, cuda: str, cache
 
 
 def _slimmed_core(target: Path, package: str, version: str) -> None:
-    """``core.so.xz`` and the ``dist-info`` of TransformerEngine's core; takes about a minute, and 700 MB of disk."""
+    """``core.so.xz`` and the ``dist-info`` of TransformerEngine's core; takes about a minute, and
+    700 MB of disk."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         platform = ["--platform", "manylinux_2_28_x86_64", "--only-binary", ":all:"]
         download(folder, "--no-deps", *platform, f"{package}=={version}")
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            library = Path(archive.extract("transformer_engine/wheel_lib/libtransformer_engine.so", folder))
+            library = Path(
+                archive.extract("transformer_engine/wheel_lib/libtransformer_engine.so", folder)
+            )
             for name in archive.namelist():
                 if name.split("/")[0].endswith(".dist-info"):
                     archive.extract(name, target)
@@ -289,19 +369,37 @@ def _goldens(target: Path) -> bool:
     """What tests/gpu/goldens.py computes on this machine, where there is such a file."""
     if not (Path(__file__).parent / "goldens.py").exists():
         return False
-    command, hidden = [sys.executable, "-m", "tests.gpu.goldens", str(target)], {"CUDA_VISIBLE_DEVICES": ""}
+    command, hidden = (
+        [sys.executable, "-m", "tests.gpu.goldens", str(target)],
+        {"CUDA_VISIBLE_DEVICES": ""},
+    )
     subprocess.run(command, cwd=ROOT, env=os.environ | hidden, check=True, timeout=1800)
     return True
 
 
 def download(folder: str | Path, *arguments: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--dest",
+        str(folder),
+        *arguments,
+    ]
     done = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
     )
     if done.returncode:
         raise BundleError(
-            f"{' '.join(command)} failed; it needs a package index, pip and wheel:\n{done.stdout[-3000:]}"
+            f"{' '.join(command)} failed; it needs a package index, pip and wheel:\n"
+            f"{done.stdout[-3000:]}"
         )
 
 
@@ -315,7 +413,9 @@ def pinned(name: str) -> str:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return done.stdout.strip() or "unknown"
 
 

@@ -11,13 +11,17 @@ class Check:
 
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
-        call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a second decides;
-            1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8, 5 and 6 are
-            whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real sizes.
+        call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a
+        second decides;
+            1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about
+            FP8, 5 and 6 are whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real
+            sizes.
         seconds: limit on a GPU, and on a CPU.
-        needs: packages without which it is skipped: the bundle brings them to a machine that lacks them.
+        needs: packages without which it is skipped: the bundle brings them to a machine that lacks
+        them.
         environment: variables of its process.
-        always: it leaves in the bundle what others need, so that having passed elsewhere does not stand for it.
+        always: it leaves in the bundle what others need, so that having passed elsewhere does not
+        stand for it.
     """
 
     name: str
@@ -35,18 +39,21 @@ ENGINE = ("vllm", "pydantic", "transformers", "tokenizers", "safetensors")
 RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
 CHECKS = (
-    # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take ---------------------------
+    # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take
+    # ---------------------------
     Check("tests.gpu.transport:checksums", 0, 30),  # every sync is proved by this sum: 10 s
     Check("tests.gpu.head:against_fp64", 0, 60, ("pydantic",)),  # 25 s
     Check("tests.gpu.transport:ipc", 0, 60),  # frames, versions, a dead engine: 25 s
-    Check("tests.gpu.engine_alone:first", 0, 110, ENGINE),  # FlashAttention 3, both levels of sleep: 55 s
+    # FlashAttention 3, both levels of sleep: 55 s
+    Check("tests.gpu.engine_alone:first", 0, 110, ENGINE),
     Check("tests.gpu.flight:base", 0, 190, RUN),  # everything once: 95 s
     Check("tests.gpu.memory:streaming_of_four_shards", 0, 60, (*POLICY, "psutil")),  # 30 s
     Check("tests.gpu.flight:mixture", 0, 240, RUN),  # replay, experts' reload and sums: 120 s
     Check("tests.gpu.flight:drift_check", 0, 150, RUN),  # sleep and wake move nothing: 75 s
     Check("tests.gpu.engine_alone:graphs", 0, 180, ENGINE),  # compile and capture: 90 s
     Check("tests.gpu.flight:adapters", 0, 160, RUN),  # if time is left: 80 s
-    # ---- call 1: nothing is built -----------------------------------------------------------------------------------
+    # ---- call 1: nothing is built
+    # -----------------------------------------------------------------------------------
     Check("tests.gpu.products:products", 1, 60),
     Check("tests.gpu.transport:collective", 1, 60),
     Check("tests.gpu.head:against_fp64", 1, 90, ("pydantic",)),
@@ -64,8 +71,10 @@ CHECKS = (
     Check("tests.gpu.transport:checksums", 1, 60),
     Check("tests.gpu.head:sanitizer", 1, 120, ("triton", "pydantic")),
     Check("tests.gpu.head:benchmark", 1, 240, ("triton", "pydantic")),
-    # ---- call 2: TransformerEngine ----------------------------------------------------------------------------------
-    Check("tests.gpu.te_build:build", 2, 420, always=True),  # the others find what it leaves in the bundle
+    # ---- call 2: TransformerEngine
+    # ----------------------------------------------------------------------------------
+    # the others find what it leaves in the bundle
+    Check("tests.gpu.te_build:build", 2, 420, always=True),
     Check("tests.gpu.layers:adapters", 2, 90, POLICY),
     Check("tests.gpu.size:adapters_of_7b", 2, 150, POLICY),
     Check("tests.gpu.layers:waits", 2, 90, POLICY),
@@ -77,17 +86,23 @@ CHECKS = (
     Check("tests.gpu.memory:streaming_by_one_queue", 2, 150, (*POLICY, "psutil"), ONE_QUEUE),
     Check("tests.gpu.layers:rope", 2, 60, POLICY),
     Check("tests.gpu.layers:shapes", 2, 150, POLICY),
-    # ---- call 3: size -----------------------------------------------------------------------------------------------
-    Check("tests.gpu.te_build:build", 3, 420, always=True),  # seconds, where call 2's wheel was brought along
+    # ---- call 3: size
+    # ----------------------------------------------------------------------------------------------
+    # seconds, where call 2's wheel was brought along
+    Check("tests.gpu.te_build:build", 3, 420, always=True),
     Check("tests.gpu.size:profiles", 3, 120, POLICY),
     Check("tests.gpu.size:choices", 3, 120, POLICY),
     Check("tests.gpu.size:segments", 3, 90, POLICY, SEGMENTS),
     Check("tests.gpu.size:host_memory", 3, 120, POLICY),
     Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
-    # ---- call 4: FP8 ------------------------------------------------------------------------------------------------
-    Check("tests.gpu.study:fp8", 4, 1200, POLICY, always=True),  # it goes on where the last call ended
-    # ---- call 5: the first flight -----------------------------------------------------------------------------------
-    Check("tests.gpu.engine_alone:first", 5, 180, ENGINE),  # before any Ray: each of its lines is one fact
+    # ---- call 4: FP8
+    # ----------------------------------------------------------------------------------------------
+    # it goes on where the last call ended
+    Check("tests.gpu.study:fp8", 4, 1200, POLICY, always=True),
+    # ---- call 5: the first flight
+    # -----------------------------------------------------------------------------------
+    # before any Ray: each of its lines is one fact
+    Check("tests.gpu.engine_alone:first", 5, 180, ENGINE),
     Check("tests.gpu.flight:base", 5, 270, RUN),
     Check("tests.gpu.flight:drift_check", 5, 270, RUN),
     Check("tests.gpu.engine_alone:graphs", 5, 180, ENGINE),
@@ -97,7 +112,8 @@ CHECKS = (
     Check("tests.gpu.flight:fp8", 5, 270, RUN),
     Check("tests.gpu.engine_alone:v1_runner", 5, 120, ENGINE),
     Check("tests.gpu.flight:v1_runner", 5, 270, RUN),
-    # ---- call 6: failures, repetition, real sizes; more than one call's minutes: --only, --skip-passed --------------
+    # ---- call 6: failures, repetition, real sizes; more than one call's minutes: --only,
+    # --skip-passed --------------
     Check("tests.gpu.flight:killed_generating", 6, 270, RUN),
     Check("tests.gpu.flight:killed_in_a_sync", 6, 270, RUN),
     Check("tests.gpu.flight:mixture", 6, 270, RUN),
@@ -107,6 +123,7 @@ CHECKS = (
     Check("tests.gpu.engine_alone:of_7b", 6, 240, ENGINE),
     Check("tests.gpu.engine_alone:of_7b_graphs_to_1024", 6, 240, ENGINE),
     Check("tests.gpu.flight:of_7b", 6, 420, RUN),
-    Check("tests.gpu.te_build:build", 6, 420, always=True),  # seconds, where call 2's wheel was brought along
+    # seconds, where call 2's wheel was brought along
+    Check("tests.gpu.te_build:build", 6, 420, always=True),
     Check("tests.gpu.flight:transformer_engine", 6, 360, RUN),
 )

@@ -1,5 +1,5 @@
-"""One vLLM engine alone in this process, before any Ray, for calls 5 and 6: what of it runs on this machine, and how
-fast."""
+"""One vLLM engine alone in this process, before any Ray, for calls 5 and 6: what of it runs on this
+machine, and how fast."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def v1_runner(machine: Machine) -> dict:
 def _alone(machine: Machine, model: Path, **more: Any) -> dict:
     """
     Returns:
-        Names of what runs; seconds to start, to generate with and without compiling; tokens per second; GiB of the
-        device in use before, with, and at each level of sleep, seconds to sleep and wake.
+        Names of what runs; seconds to start, to generate with and without compiling; tokens per
+        second; GiB of the device in use before, with, and at each level of sleep, seconds to sleep
+        and wake.
 
     Raises:
         Partly: the same requests gave other tokens a second time, or after sleep.
@@ -58,10 +59,16 @@ def _alone(machine: Machine, model: Path, **more: Any) -> dict:
     before = _used(machine)
     started = time.monotonic()
     llm = start(machine, model, **more)
-    found: dict[str, Any] = {"start_seconds": _since(started), "gib_before": before, "gib_awake": _used(machine)}
+    found: dict[str, Any] = {
+        "start_seconds": _since(started),
+        "gib_before": before,
+        "gib_awake": _used(machine),
+    }
     found |= names(llm)
     params = _params(64 if machine.on_gpu else 16)
-    prompts = [{"prompt_token_ids": [5 + i % 50 for i in range(n)]} for n in _LENGTHS] * (16 if machine.on_gpu else 4)
+    prompts = [{"prompt_token_ids": [5 + i % 50 for i in range(n)]} for n in _LENGTHS] * (
+        16 if machine.on_gpu else 4
+    )
     tokens, found["first_generate_seconds"], _ = _generate(llm, prompts, params)
     again, _, found["tokens_per_second"] = _generate(llm, prompts, params)
     same = {"a second time": again == tokens}
@@ -71,27 +78,48 @@ def _alone(machine: Machine, model: Path, **more: Any) -> dict:
     found["same_tokens"] = same
     if machine.on_gpu:
         kept = found["sleep_level_2"]["gib_asleep"] - before
-        found["reached"] = {f"sleep level 2 gives back all but {_LEFT_GIB:g} GiB": kept <= _LEFT_GIB}
+        found["reached"] = {
+            f"sleep level 2 gives back all but {_LEFT_GIB:g} GiB": kept <= _LEFT_GIB
+        }
     if not all(same.values()):
-        raise Partly(f"other tokens: {[when for when, is_same in same.items() if not is_same]}", found)
+        raise Partly(
+            f"other tokens: {[when for when, is_same in same.items() if not is_same]}", found
+        )
     return found
 
 
-def start(machine: Machine, model: Path, *, share: float = 0.3, batch: int = 256, **more: Any) -> Any:
-    """``vllm.LLM`` with what a run's engines have, in this process: an error has its traceback here."""
-    os.environ |= {**engine_env(use_gpu=machine.on_gpu, model_path=str(model)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+def start(
+    machine: Machine, model: Path, *, share: float = 0.3, batch: int = 256, **more: Any
+) -> Any:
+    """``vllm.LLM`` with what a run's engines have, in this process: an error has its traceback
+    here."""
+    os.environ |= {
+        **engine_env(use_gpu=machine.on_gpu, model_path=str(model)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     with without_collection():
         from vllm import LLM
 
     args: dict[str, Any] = {
-        "model": str(model), "dtype": "bfloat16", "max_model_len": 512, "logprobs_mode": "processed_logprobs",
-        "max_logprobs": 1, "hf_overrides": {"head_dtype": "float32"}, "seed": 1, "max_num_seqs": batch,
-        "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-    }  # fmt: skip
+        "model": str(model),
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "hf_overrides": {"head_dtype": "float32"},
+        "seed": 1,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+    }
     if machine.on_gpu:
         args |= {"gpu_memory_utilization": share, "enable_sleep_mode": True}
     else:
-        args |= {key: value for key, value in cpu_engine_args(Vllm(kv_cache_mib=64)).items() if key != "in_process"}
+        args |= {
+            key: value
+            for key, value in cpu_engine_args(Vllm(kv_cache_mib=64)).items()
+            if key != "in_process"
+        }
     return LLM(**(args | more))
 
 
@@ -107,10 +135,12 @@ def names(llm: Any) -> dict[str, Any]:
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = {Path(file).name for file in mapped if "/vllm/" in file and ".so" in file}
     return {
-        "runner": type(runner).__module__, "extensions": sorted(libraries),
-        "attention": layers[0].attn_backend.get_name(), "attention_class": type(layers[0].impl).__name__,
+        "runner": type(runner).__module__,
+        "extensions": sorted(libraries),
+        "attention": layers[0].attn_backend.get_name(),
+        "attention_class": type(layers[0].impl).__name__,
         "flash_attention_version": getattr(layers[0].impl, "vllm_flash_attn_version", None),
-    }  # fmt: skip
+    }
 
 
 def _params(length: int) -> Any:
@@ -119,10 +149,15 @@ def _params(length: int) -> Any:
     return SamplingParams(max_tokens=length, logprobs=0, temperature=1.0, seed=7, ignore_eos=True)
 
 
-def _generate(llm: Any, prompts: Sequence[Any], params: Any) -> tuple[list[list[int]], float, float]:
+def _generate(
+    llm: Any, prompts: Sequence[Any], params: Any
+) -> tuple[list[list[int]], float, float]:
     """Tokens, seconds, tokens a second."""
     started = time.monotonic()
-    tokens = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    tokens = [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
     seconds = _since(started)
     return tokens, seconds, sum(map(len, tokens)) / seconds
 
@@ -131,7 +166,10 @@ def _sleep(machine: Machine, llm: Any, level: int, reload: bool = True) -> dict[
     """Seconds and GiB of the device in use, asleep and while only the weights are awake."""
     started = time.monotonic()
     llm.sleep(level=level)
-    found: dict[str, float | None] = {"sleep_seconds": _since(started), "gib_asleep": _used(machine)}
+    found: dict[str, float | None] = {
+        "sleep_seconds": _since(started),
+        "gib_asleep": _used(machine),
+    }
     started = time.monotonic()
     llm.wake_up(tags=["weights"])
     found |= {"wake_weights_seconds": _since(started), "gib_weights_awake": _used(machine)}
@@ -156,11 +194,13 @@ def _since(started: float) -> float:
     return time.monotonic() - started
 
 
-# ---- size -----------------------------------------------------------------------------------------------------------
+# ---- size
+# --------------------------------------------------------------------------------------------------
 
 
 def of_7b(machine: Machine) -> dict:
-    """Qwen2.5-7B's shape with made-up weights: 256, 512 and 1,024 requests, graphs as vLLM captures them by itself."""
+    """Qwen2.5-7B's shape with made-up weights: 256, 512 and 1,024 requests, graphs as vLLM captures
+    them by itself."""
     return _of_7b(machine)
 
 
@@ -176,21 +216,36 @@ def _of_7b(machine: Machine, **more: Any) -> dict:
     with Runs.open(machine, "of_7b") as runs:
         model = make_config(runs.folder / "random", SEVEN_B if machine.on_gpu else TINY)
         llm = start(
-            machine, model, share=0.5, batch=max(sizes), load_format="dummy", enforce_eager=not machine.on_gpu,
+            machine,
+            model,
+            share=0.5,
+            batch=max(sizes),
+            load_format="dummy",
+            enforce_eager=not machine.on_gpu,
             **more,
-        )  # fmt: skip
-        found: dict[str, Any] = {"start_seconds": _since(started), **names(llm), "gib_before": before}
+        )
+        found: dict[str, Any] = {
+            "start_seconds": _since(started),
+            **names(llm),
+            "gib_before": before,
+        }
         found |= {"gib_awake": _used(machine), "capture_sizes": _capture_sizes(llm)}
         params = _params(length)
         for size in sizes:
-            prompts = [{"prompt_token_ids": tokens} for tokens in itertools.islice(_prompts(), size)]
+            prompts = [
+                {"prompt_token_ids": tokens} for tokens in itertools.islice(_prompts(), size)
+            ]
             _generate(llm, prompts, _params(2))  # compiles what this size needs
             tokens, seconds, rate = _generate(llm, prompts, params)
             wrong = [len(each) for each in tokens if len(each) != length]
             if wrong:
-                raise AssertionError(f"of {size} requests for {length} tokens, {len(wrong)} got others: {wrong[:5]}")
+                raise AssertionError(
+                    f"of {size} requests for {length} tokens, {len(wrong)} got others: {wrong[:5]}"
+                )
             found[f"{size} requests"] = {"seconds": seconds, "tokens_per_second": rate}
-        found |= {f"sleep_level_{level}": _sleep(machine, llm, level, reload=False) for level in (1, 2)}
+        found |= {
+            f"sleep_level_{level}": _sleep(machine, llm, level, reload=False) for level in (1, 2)
+        }
     return report(machine, found, ["CUDA graphs", "inductor"])
 
 

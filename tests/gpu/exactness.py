@@ -1,8 +1,11 @@
-"""How far a policy rank is from computing an engine's log-probs to the last bit, and where the two part, for call 6.
+"""How far a policy rank is from computing an engine's log-probs to the last bit, and where the two
+part, for call 6.
 
-The policy is bf16 on plain layers, on a GPU with vLLM's batch-invariant operations in its process too, beside an engine
-with VLLM_BATCH_INVARIANT=1 (vllm 0.32.0 model_executor/determinism/batch_invariant.py). The two never share a process:
-``python -m tests.gpu.exactness MODEL FILE`` is the engine. Shape suffixes: T = tokens of a text, N = tokens of all.
+The policy is bf16 on plain layers, on a GPU with vLLM's batch-invariant operations in its process
+too, beside an engine with VLLM_BATCH_INVARIANT=1 (vllm 0.32.0
+model_executor/determinism/batch_invariant.py). The two never share a process:
+``python -m tests.gpu.exactness MODEL FILE`` is the engine. Shape suffixes: T = tokens of a text, N
+= tokens of all.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ def first_look(machine: Machine) -> dict:
     """Log-probs of 10,000 sampled tokens (256 on a CPU), and every module's output for one text.
 
     Returns:
-        For the policy, and for the engine's own second computation of the same tokens as a prompt: for how many tokens
-        the log-prob is another number, and how far, in nats. For every module in order: the share of values that are
-        others, and the largest difference; and the first module with any.
+        For the policy, and for the engine's own second computation of the same tokens as a prompt:
+        for how many tokens the log-prob is another number, and how far, in nats. For every module
+        in order: the share of values that are others, and the largest difference; and the first
+        module with any.
 
     Raises:
-        AssertionError: the two do not compute the same model: log-probs differ by more than rounding explains.
+        AssertionError: the two do not compute the same model: log-probs differ by more than
+        rounding explains.
     """
     with Runs.open(machine, "exactness") as runs:
         model = real_checkpoint(runs.folder) if os.environ.get(REAL_MODEL) else runs.policy
@@ -52,11 +57,16 @@ def first_look(machine: Machine) -> dict:
     again_N = torch.tensor([value for row in engine["as_prompt"] for value in row])
     modules = [_difference(name, states[name], value) for name, value in engine["states"].items()]
     found = {
-        "policy": _apart(logprobs_N, sampled_N), "engine_as_prompt": _apart(again_N, sampled_N),
-        "policy_to_engine_as_prompt": _apart(logprobs_N, again_N), "modules": modules,
-        "first_difference": next((module["name"] for module in modules if module["different_share"] > 0), None),
-        "attention": engine["attention"], "runner": engine["runner"],
-    }  # fmt: skip
+        "policy": _apart(logprobs_N, sampled_N),
+        "engine_as_prompt": _apart(again_N, sampled_N),
+        "policy_to_engine_as_prompt": _apart(logprobs_N, again_N),
+        "modules": modules,
+        "first_difference": next(
+            (module["name"] for module in modules if module["different_share"] > 0), None
+        ),
+        "attention": engine["attention"],
+        "runner": engine["runner"],
+    }
     if not found["policy"]["mean_abs_nats"] < 0.1:
         raise AssertionError(f"policy and engine do not compute the same model: {found['policy']}")
     return report(machine, found, ["batch-invariant operations", "10,000 tokens"])
@@ -65,15 +75,23 @@ def first_look(machine: Machine) -> dict:
 def _apart(one_N: Tensor, other_N: Tensor) -> dict[str, Any]:
     gaps_N = (one_N.double() - other_N.double()).abs()
     return {
-        "tokens": len(gaps_N), "different": int((gaps_N != 0).sum()), "max_abs_nats": gaps_N.max().item(),
+        "tokens": len(gaps_N),
+        "different": int((gaps_N != 0).sum()),
+        "max_abs_nats": gaps_N.max().item(),
         "mean_abs_nats": gaps_N.mean().item(),
-    }  # fmt: skip
+    }
 
 
 def _difference(name: str, policy: Tensor, engine: Tensor) -> dict[str, Any]:
-    assert policy.shape == engine.shape, f"{name}: {tuple(policy.shape)} in the policy, {tuple(engine.shape)}"
+    assert policy.shape == engine.shape, (
+        f"{name}: {tuple(policy.shape)} in the policy, {tuple(engine.shape)}"
+    )
     gaps = (policy.double() - engine.double()).abs()
-    return {"name": name, "different_share": (gaps != 0).double().mean().item(), "max_abs": gaps.max().item()}
+    return {
+        "name": name,
+        "different_share": (gaps != 0).double().mean().item(),
+        "max_abs": gaps.max().item(),
+    }
 
 
 def _be_batch_invariant() -> None:
@@ -84,7 +102,8 @@ def _be_batch_invariant() -> None:
     init_batch_invariance()
 
 
-# ---- the policy -----------------------------------------------------------------------------------------------------
+# ---- the policy
+# --------------------------------------------------------------------------------------------------
 
 
 def _policy(model: Path, texts: list[list[int]]) -> tuple[Tensor, States]:
@@ -96,7 +115,9 @@ def _policy(model: Path, texts: list[list[int]]) -> tuple[Tensor, States]:
     from tests.gpu.policies import plain_layers
 
     def batch(rows: list[list[int]]) -> Any:
-        return sequence_batch([np.array(row, dtype=np.int32) for row in rows], [[(_PROMPT, len(row))] for row in rows])
+        return sequence_batch(
+            [np.array(row, dtype=np.int32) for row in rows], [[(_PROMPT, len(row))] for row in rows]
+        )
 
     with plain_layers():
         policy = build({"model": str(model), "dtype": "bf16"})
@@ -124,7 +145,9 @@ def _policy_modules(model: Any) -> Modules:
 def _as_vllm(groups: int, size: int, _: tuple, out: Any) -> Tensor:
     """Megatron has the heads of a group beside each other, vLLM all queries first."""
     rows = _output((), out).unflatten(-1, (groups, -1, size))
-    return torch.cat([rows[:, :, :-2].flatten(1), rows[:, :, -2].flatten(1), rows[:, :, -1].flatten(1)], -1)
+    return torch.cat(
+        [rows[:, :, :-2].flatten(1), rows[:, :, -2].flatten(1), rows[:, :, -1].flatten(1)], -1
+    )
 
 
 def _output(_: tuple, out: Any) -> Tensor:
@@ -141,9 +164,14 @@ def _recorded(modules: Modules) -> Iterator[States]:
     for name, module, meant in modules:
 
         def keep(
-            _: Any, args: tuple, out: Any, name: str = name, meant: Callable[[tuple, Any], Tensor] = meant
+            _: Any,
+            args: tuple,
+            out: Any,
+            name: str = name,
+            meant: Callable[[tuple, Any], Tensor] = meant,
         ) -> None:
-            states[name] = meant(args, out).detach().to("cpu", copy=True)  # some are overwritten in place
+            # some are overwritten in place
+            states[name] = meant(args, out).detach().to("cpu", copy=True)
 
         handles.append(module.register_forward_hook(keep))
     try:
@@ -153,7 +181,8 @@ def _recorded(modules: Modules) -> Iterator[States]:
             handle.remove()
 
 
-# ---- the engine -----------------------------------------------------------------------------------------------------
+# ---- the engine
+# --------------------------------------------------------------------------------------------------
 
 
 def _engine(machine: Machine, model: Path, file: Path) -> dict[str, Any]:
@@ -176,8 +205,12 @@ def main(model: Path, file: Path) -> None:
 
     rows, length = (160, 64) if machine.on_gpu else (16, 16)
     prompts = [[5 + (7 * row + place) % 200 for place in range(_PROMPT)] for row in range(rows)]
-    sampled = SamplingParams(max_tokens=length, logprobs=0, temperature=1.0, seed=7, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampled, use_tqdm=False)
+    sampled = SamplingParams(
+        max_tokens=length, logprobs=0, temperature=1.0, seed=7, ignore_eos=True
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampled, use_tqdm=False
+    )
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
@@ -186,11 +219,18 @@ def main(model: Path, file: Path) -> None:
         alone = SamplingParams(max_tokens=1, temperature=1.0)
         llm.generate([{"prompt_token_ids": tokens[0]}], alone, use_tqdm=False)
     found = {
-        "tokens": tokens, **names(llm), "states": {name: state[: len(tokens[0])] for name, state in states.items()},
-        "sampled": [_logprobs(output.outputs[0].logprobs, row) for output, row in zip(outputs, answers, strict=True)],
-        "as_prompt": [_logprobs(output.prompt_logprobs[_PROMPT:], row)
-                      for output, row in zip(again, answers, strict=True)],
-    }  # fmt: skip
+        "tokens": tokens,
+        **names(llm),
+        "states": {name: state[: len(tokens[0])] for name, state in states.items()},
+        "sampled": [
+            _logprobs(output.outputs[0].logprobs, row)
+            for output, row in zip(outputs, answers, strict=True)
+        ],
+        "as_prompt": [
+            _logprobs(output.prompt_logprobs[_PROMPT:], row)
+            for output, row in zip(again, answers, strict=True)
+        ],
+    }
     torch.save(found, file)
 
 

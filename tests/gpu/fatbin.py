@@ -1,8 +1,9 @@
-"""Shrinks a CUDA shared library to some GPU architectures, or to some kernels: what is to be carried.
+"""Shrinks a CUDA shared library to some GPU architectures, or to some kernels: what is to be
+carried.
 
-What is left out of ``.nv_fatbin`` is overwritten with zeros in place. Offsets, headers and section sizes stay, so the
-library loads as before but compresses far better (TransformerEngine 2.11.0's core: 463 MB, 8.8 MB with xz when only
-sm_90 is kept). Little-endian ELF64 only.
+What is left out of ``.nv_fatbin`` is overwritten with zeros in place. Offsets, headers and section
+sizes stay, so the library loads as before but compresses far better (TransformerEngine 2.11.0's
+core: 463 MB, 8.8 MB with xz when only sm_90 is kept). Little-endian ELF64 only.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _ENTRY = struct.Struct("<HHIQ")  # kind, unknown, header size, payload size
 _ARCHITECTURE_OFFSET = 28  # u32 inside the entry header
 _ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
 _NOT_HERE = 100  # an architecture that no kept one can run: sm_100, Blackwell
-# of a kernel of FlashAttention 3, mangled: its main loop's head size follows the tuple of tile sizes
+# of a kernel of FlashAttention 3, mangled: its main loop's head size follows the tuple of tile
+# sizes
 _HEAD_SIZE = re.compile(rb"CollectiveMainloopFwdSm90ILi\d+EN4cute5tupleI.*?EEELi(\d+)ENS_")
 
 
 class FatbinError(ValueError):
-    """Not a library whose GPU code can be read, or one without code for an architecture that is to be kept."""
+    """Not a library whose GPU code can be read, or one without code for an architecture that is to
+    be kept."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,28 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
     """Zeroes the code of all other architectures in the file ``library``.
 
     Args:
-        keep: architectures whose machine code stays, e.g. {90}. A container without any is left whole, so that nothing
+        keep: architectures whose machine code stays, e.g. {90}. A container without any is left
+        whole, so that nothing
             loses its only code.
-        strict: nothing of such a container stays, PTX neither: a launch of its kernels finds no image.
+        strict: nothing of such a container stays, PTX neither: a launch of its kernels finds no
+        image.
 
     Returns:
         ``containers``, ``total_bytes`` of GPU code, ``kept_bytes``.
 
     Raises:
-        FatbinError: the file has no GPU code, its entries do not add up, or none of it is for ``keep``.
+        FatbinError: the file has no GPU code, its entries do not add up, or none of it is for
+        ``keep``.
     """
     total = kept = count = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as image:
         for count, (start, end) in enumerate(_containers(image, *_section(image)), 1):  # noqa: B007  # its last value
             entries = list(_entries(image, start, end))
-            wanted = [entry for entry in entries if entry.kind == _KIND_CUBIN and entry.architecture in keep]
+            wanted = [
+                entry
+                for entry in entries
+                if entry.kind == _KIND_CUBIN and entry.architecture in keep
+            ]
             if not wanted and not strict:
                 wanted = entries
             for entry in entries:
@@ -69,16 +79,20 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
                     _hide(image, entry)
         image.flush()
     if kept == total:
-        raise FatbinError(f"{library}: nothing to leave out, or no code for sm_{sorted(keep)}: {total} bytes in all")
+        raise FatbinError(
+            f"{library}: nothing to leave out, or no code for sm_{sorted(keep)}: {total} bytes "
+            "in all"
+        )
     return {"containers": count, "total_bytes": total, "kept_bytes": kept}
 
 
 def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
-    """Zeroes the kernels of FlashAttention 3 in the file ``library`` that are for other head sizes, and says that they
-    are for another architecture: then a launch finds no kernel image, as on any GPU for which there is no code.
+    """Zeroes the kernels of FlashAttention 3 in the file ``library`` that are for other head sizes,
+    and says that they are for another architecture: then a launch finds no kernel image, as on any
+    GPU for which there is no code.
 
-    Its machine code is not compressed, so that the kernels' mangled names tell what an entry holds. Entries without
-    such a name, which all head sizes share, stay.
+    Its machine code is not compressed, so that the kernels' mangled names tell what an entry holds.
+    Entries without such a name, which all head sizes share, stay.
 
     Returns:
         ``total_bytes`` of GPU code, ``kept_bytes``.
@@ -91,7 +105,10 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as image:
         for start, end in _containers(image, *_section(image)):
             for entry in list(_entries(image, start, end)):
-                sizes = {int(size) for size in _HEAD_SIZE.findall(image, entry.offset, entry.offset + entry.size)}
+                sizes = {
+                    int(size)
+                    for size in _HEAD_SIZE.findall(image, entry.offset, entry.offset + entry.size)
+                }
                 found |= sizes
                 total += entry.size
                 if not sizes or sizes & set(keep):
@@ -100,7 +117,9 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
                     _hide(image, entry)
         image.flush()
     if lacking := sorted(set(keep) - found):
-        raise FatbinError(f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}")
+        raise FatbinError(
+            f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}"
+        )
     return {"total_bytes": total, "kept_bytes": kept}
 
 

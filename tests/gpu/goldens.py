@@ -1,6 +1,8 @@
-"""Three steps of a seeded model on a CPU, in fp32, in a folder that travels: ``python -m tests.gpu.goldens FOLDER``.
+"""Three steps of a seeded model on a CPU, in fp32, in a folder that travels:
+``python -m tests.gpu.goldens FOLDER``.
 
-The model itself (1 MB) is in the folder too, so that no other torch has to draw the same random numbers.
+The model itself (1 MB) is in the folder too, so that no other torch has to draw the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def make(folder: Path) -> None:
 
 
 def three_steps_of(folder: Path):
-    """(goldens, policy): three optimizer steps on this process's device, of the model in the folder."""
+    """(goldens, policy): three optimizer steps on this process's device, of the model in the
+    folder."""
     with without_collection():
         from tests.gpu.alone import build
         from tests.megatron.parity import WeightedLogprob

@@ -1,4 +1,5 @@
-"""A training job whose engine is killed by SIGKILL while it generates, once, with the weights of the first update."""
+"""A training job whose engine is killed by SIGKILL while it generates, once, with the weights of
+the first update."""
 
 from __future__ import annotations
 

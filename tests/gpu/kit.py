@@ -10,11 +10,13 @@ import torch
 
 
 class NotHere(Exception):
-    """This machine lacks what a check needs; the text says what. The check counts as skipped, not as passed."""
+    """This machine lacks what a check needs; the text says what. The check counts as skipped, not
+    as passed."""
 
 
 class Partly(Exception):
-    """A part of what was to be measured failed; the text says what. The check has failed, the rest is kept."""
+    """A part of what was to be measured failed; the text says what. The check has failed, the rest
+    is kept."""
 
     def __init__(self, problem: str, measured: dict) -> None:
         super().__init__(problem)
@@ -22,8 +24,8 @@ class Partly(Exception):
 
 
 class TimeUp(Exception):
-    """Time was up before all was measured; the text says how much was. The check counts as not run, the rest is
-    kept."""
+    """Time was up before all was measured; the text says how much was. The check counts as not run,
+    the rest is kept."""
 
     def __init__(self, problem: str, measured: dict) -> None:
         super().__init__(problem)
@@ -34,12 +36,13 @@ class TimeUp(Exception):
 class Machine:
     """Where a check runs.
 
-    A check is a function ``check(machine) -> dict`` of what it measured, plain JSON values with units in their names.
-    It fails by raising, and has a process of its own.
+    A check is a function ``check(machine) -> dict`` of what it measured, plain JSON values with
+    units in their names. It fails by raising, and has a process of its own.
 
     Attributes:
         device: the GPU, or the CPU, where everything is small.
-        bundle: folder with what ``bundle.sh`` made (goldens, wheels); None where nothing was carried.
+        bundle: folder with what ``bundle.sh`` made (goldens, wheels); None where nothing was
+        carried.
         seconds: the check's limit; a check that measures in a loop ends earlier by itself.
     """
 
@@ -62,7 +65,12 @@ class Machine:
 
 
 def join_alone() -> None:
-    """What a launcher tells a rank, for a process that is the only one of its run. Port 0: whichever is free."""
+    """What a launcher tells a rank, for a process that is the only one of its run. Port 0:
+    whichever is free."""
     os.environ |= {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }

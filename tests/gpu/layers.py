@@ -1,8 +1,8 @@
 """Call 2: TransformerEngine's layers against plain ones, through the policy.
 
-Where there is no TransformerEngine the same checks hold the plain layers in fp32 against themselves: packed against one
-at a time, recomputed against kept, four micro-batches against one, Adam against its formula. What then is left to fail
-is our own code, not TransformerEngine's.
+Where there is no TransformerEngine the same checks hold the plain layers in fp32 against
+themselves: packed against one at a time, recomputed against kept, four micro-batches against one,
+Adam against its formula. What then is left to fail is our own code, not TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TINY_LENGTHS = [(4, 9), (3, 1), (1, 14), (2, 5), (9, 3), (5, 7), (4, 4), (9, 20
 
 
 def parity(machine: Machine) -> dict:
-    """Log-probs and all gradients of a pack, head sizes 64 and 128, grouped heads, every way to recompute."""
+    """Log-probs and all gradients of a pack, head sizes 64 and 128, grouped heads, every way to
+    recompute."""
     measured: dict[str, Any] = {}
     attention: dict[str, Any] = {}
     with one_rank(machine) as policies:
@@ -52,15 +53,19 @@ def parity(machine: Machine) -> dict:
 
 
 def mixture(machine: Machine) -> dict:
-    """Log-probs and all gradients of a mixture of experts, TransformerEngine's grouped linears against plain ones in
-    fp32, with given experts: routers' own choices differ by rounding. The same bits once more, its own choices too."""
+    """Log-probs and all gradients of a mixture of experts, TransformerEngine's grouped linears
+    against plain ones in fp32, with given experts: routers' own choices differ by rounding. The
+    same bits once more, its own choices too."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         dense = _model(machine, policies, 128)
         model = policies.Mixture(*(getattr(dense, field.name) for field in fields(dense)))
         drawn, loss = _batch(machine, policies, model)
         batch = drawn.with_experts(_drawn_experts(model, drawn.lengths_B.tolist()))
-        reference, together = _outcome(policies, model, "fp32", batch, loss, plain=True), int(batch.lengths_B.sum())
+        reference, together = (
+            _outcome(policies, model, "fp32", batch, loss, plain=True),
+            int(batch.lengths_B.sum()),
+        )
         allowed = policies.EXACT
         if machine.on_gpu:
             plain = _outcome(policies, model, "bf16", batch, loss, plain=True)
@@ -77,19 +82,24 @@ def mixture(machine: Machine) -> dict:
             first_N, second_N = (policy.logprobs(each).logprobs_N for _ in range(2))
             if not torch.equal(first_N, second_N):
                 gap = (first_N - second_N).abs().max().item()
-                raise AssertionError(f"{what}: two passes of the same weights differ by up to {gap:g} nats")
+                raise AssertionError(
+                    f"{what}: two passes of the same weights differ by up to {gap:g} nats"
+                )
     return measured
 
 
 def _drawn_experts(model: Any, lengths: list[int]) -> list[np.ndarray]:
     """By place: sequences with the same prompt share what is computed of it."""
-    draws = np.random.default_rng(3).random((max(lengths), model.num_hidden_layers, model.num_experts))
+    draws = np.random.default_rng(3).random(
+        (max(lengths), model.num_hidden_layers, model.num_experts)
+    )
     experts = draws.argsort(-1)[..., : model.num_experts_per_tok].astype(np.uint8)
     return [experts[: length - 1] for length in lengths]
 
 
 def adapters(machine: Machine) -> dict:
-    """Log-probs and all gradients of adapters, with and without recomputation; without them the base's bits; memory."""
+    """Log-probs and all gradients of adapters, with and without recomputation; without them the
+    base's bits; memory."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         model = _model(machine, policies, 128)
@@ -118,7 +128,11 @@ def adapters(machine: Machine) -> dict:
             if torch.equal(logprobs_N, base_N) or not torch.equal(base_N, again_N):
                 raise AssertionError("adapters that are off count, or a step has moved the base")
             after = _bytes(policy)
-            moved = {name for name in before if "lora" not in name and not torch.equal(before[name], after[name])}
+            moved = {
+                name
+                for name in before
+                if "lora" not in name and not torch.equal(before[name], after[name])
+            }
             if moved := {name for name in moved if not name.startswith("state")}:
                 raise AssertionError(f"a step moved {sorted(moved)}")
     return measured
@@ -134,17 +148,29 @@ def _only_adapters(policy: Any) -> dict:
 
 
 def training(machine: Machine) -> dict:
-    """Gradients added up within the products over four micro-batches; states away in host memory and back."""
+    """Gradients added up within the products over four micro-batches; states away in host memory
+    and back."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         model = _model(machine, policies, 128)
         batch, loss = _batch(machine, policies, model)
         quarter = len(batch) // 4
-        reference = _outcome(policies, model, "fp32", batch, loss, plain=True, micro_batch_size=len(batch))
+        reference = _outcome(
+            policies, model, "fp32", batch, loss, plain=True, micro_batch_size=len(batch)
+        )
         policy = _policy(machine, policies, model, micro_batch_size=quarter)
-        fusing = [module for module in policy.chunks[0].modules() if hasattr(module, "fuse_wgrad_accumulation")]
-        if machine.on_gpu and not (fusing and all(module.fuse_wgrad_accumulation for module in fusing)):
-            raise AssertionError(f"the policy leaves weight gradients unfused, or cannot fuse them: {len(fusing)} can")
+        fusing = [
+            module
+            for module in policy.chunks[0].modules()
+            if hasattr(module, "fuse_wgrad_accumulation")
+        ]
+        if machine.on_gpu and not (
+            fusing and all(module.fuse_wgrad_accumulation for module in fusing)
+        ):
+            raise AssertionError(
+                f"the policy leaves weight gradients unfused, or cannot fuse them: {len(fusing)} "
+                "can"
+            )
         found = policies.outcome(policy, batch, loss)
         measured["four micro-batches"] = policies.differences(found, reference)
         measured["modules_that_fuse"] = len(fusing)
@@ -154,7 +180,8 @@ def training(machine: Machine) -> dict:
                 module.fuse_wgrad_accumulation = False
             unfused = policies.outcome(policy, batch, loss)
             measured["four micro-batches, unfused"] = policies.differences(unfused, reference)
-            # unfused gradients are rounded to bf16 once per micro-batch: fused ones must not be worse
+            # unfused gradients are rounded to bf16 once per micro-batch: fused ones must not be
+            # worse
             allowed = policies.as_good_as(measured["four micro-batches, unfused"])
             for module in fusing:
                 module.fuse_wgrad_accumulation = True
@@ -164,19 +191,26 @@ def training(machine: Machine) -> dict:
 
 
 def waits(machine: Machine) -> dict:
-    """The host does not wait for the device in forward, backward and log-prob pass where packs share prompts, with and
-    without adapters; ``waits.micro_batches`` holds every estimator to it, on plain layers."""
+    """The host does not wait for the device in forward, backward and log-prob pass where packs
+    share prompts, with and without adapters; ``waits.micro_batches`` holds every estimator to it,
+    on plain layers."""
     measured: dict[str, Any] = {"mode": "error" if machine.on_gpu else "none on a CPU"}
     with one_rank(machine) as policies:
-        from tests.gpu.waits import Unwaiting, the_mode_works  # Megatron comes with it: see ``one_rank``
+        # Megatron comes with it: see ``one_rank``
+        from tests.gpu.waits import Unwaiting, the_mode_works
 
         if machine.on_gpu:
             the_mode_works(machine.device)
         model = _model(machine, policies, 64)
-        batch, loss = policies.random_batch([(40, 60), (40, 9), (40, 84), (7, 30)], model.vocab_size)
+        batch, loss = policies.random_batch(
+            [(40, 60), (40, 9), (40, 84), (7, 30)], model.vocab_size
+        )
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         kind = type("UnwaitingRandomPolicy", (Unwaiting, policies.RandomPolicy), {})
-        for name, lora in (("all weights", None), ("adapters", policies.Adapter(16, 32.0, 0.0, names))):
+        for name, lora in (
+            ("all weights", None),
+            ("adapters", policies.Adapter(16, 32.0, 0.0, names)),
+        ):
             policy = _policy(machine, policies, model, lora=lora, kind=kind, max_tokens=1024)
             for strict in (False, True):  # the first of each kernel may wait, to compile
                 policy.strict = strict
@@ -186,20 +220,24 @@ def waits(machine: Machine) -> dict:
                 except RuntimeError as error:
                     if "synchronizing" not in str(error):
                         raise
-                    raise AssertionError(f"{name}: the host waits for the device in the micro-batches") from error
+                    raise AssertionError(
+                        f"{name}: the host waits for the device in the micro-batches"
+                    ) from error
             measured[name] = policy.layers
     return measured
 
 
 def optimizer(machine: Machine) -> dict:
-    """Five steps of the Adam that the policy picks, on given gradients, against the formula in fp64; on a GPU torch's
-    too; and with its states in host memory, in blocks that end anywhere, to the last bit."""
+    """Five steps of the Adam that the policy picks, on given gradients, against the formula in
+    fp64; on a GPU torch's too; and with its states in host memory, in blocks that end anywhere, to
+    the last bit."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         model = _model(machine, policies, 64)
         adam = policies.Adam(lr=1e-3, weight_decay=0.1)
         settings = policies.Actor(adam=adam, max_norm=0.0, lr_scheduler="constant")
-        picked = policies.random_policy(model, "bf16", optimizer=settings)  # bf16: with fp32 master weights
+        # bf16: with fp32 master weights
+        picked = policies.random_policy(model, "bf16", optimizer=settings)
         _require_layers(machine.on_gpu, picked)
         measured["picked"] = _adam_steps(policies, picked, adam)
         states = policies.optimizer_states(picked)
@@ -209,28 +247,37 @@ def optimizer(machine: Machine) -> dict:
         found = policies.optimizer_states(streamed)
         wrong = [name for name, tensor in states.items() if not torch.equal(tensor, found[name])]
         if wrong or found.keys() != states.keys():
-            raise AssertionError(f"with its states in host memory Adam gives other bits: {wrong[:3]} of {len(states)}")
+            raise AssertionError(
+                f"with its states in host memory Adam gives other bits: {wrong[:3]} of "
+                f"{len(states)}"
+            )
         if machine.on_gpu:
             if measured["picked"]["class"] != "FusedAdam":
-                raise AssertionError(f"the policy picks {measured['picked']['class']}, not TransformerEngine's Adam")
+                raise AssertionError(
+                    f"the policy picks {measured['picked']['class']}, not TransformerEngine's Adam"
+                )
             with policies.torch_optimizer():
                 other = policies.random_policy(model, "bf16", optimizer=settings)
             measured["torch"] = _adam_steps(policies, other, adam)
     for name, result in measured.items():
-        if not result["weight_max_abs_difference"] <= 1e-6:  # fp32 rounds weights below 1 by up to 6e-8 a step
+        # fp32 rounds weights below 1 by up to 6e-8 a step
+        if not result["weight_max_abs_difference"] <= 1e-6:
             raise AssertionError(f"Adam ({name}) is not its formula: {result}")
     return measured
 
 
 def shapes(machine: Machine) -> dict:
-    """Time and memory of fifty packs of different shapes, first and again: what kernels prepare for every shape."""
+    """Time and memory of fifty packs of different shapes, first and again: what kernels prepare for
+    every shape."""
     first_until = time.monotonic() + 0.4 * machine.seconds  # the second pass takes no longer
     rows, again, moved = [], [], []
     with one_rank(machine) as policies:
         model = _model(machine, policies, 128)
         most = 16384 if machine.on_gpu else 96
         policy = _policy(machine, policies, model, max_tokens=2 * most)
-        packs = [_pack(policies, model, number, most) for number in range(50 if machine.on_gpu else 6)]
+        packs = [
+            _pack(policies, model, number, most) for number in range(50 if machine.on_gpu else 6)
+        ]
         used = [_used_bytes(machine)]
         for batch, loss in packs:
             rows.append(_timed(machine, policy, batch, loss))
@@ -242,26 +289,33 @@ def shapes(machine: Machine) -> dict:
             moved.append((again[-1]["logprobs_N"] - first["logprobs_N"]).abs().max().item())
             if not moved[-1] <= 0.05:  # more than kernels that add in another order can do
                 raise AssertionError(
-                    f"a pack of {batch.lengths_B.tolist()} differs by {moved[-1]} nats the second time"
+                    f"a pack of {batch.lengths_B.tolist()} differs by {moved[-1]} nats the "
+                    "second time"
                 )
         used.append(_used_bytes(machine))
     grown = [after - before for before, after in zip(used, used[1:], strict=False)]
     if grown[1] > 64 << 20:
-        raise AssertionError(f"packs that had been seen before took {grown[1] / 2**20:.0f} MiB more of the device")
+        raise AssertionError(
+            f"packs that had been seen before took {grown[1] / 2**20:.0f} MiB more of the device"
+        )
     return {
-        "packs": len(rows), "tokens_of_a_pack_at_most": most,
+        "packs": len(rows),
+        "tokens_of_a_pack_at_most": most,
         "first_seconds_median": statistics.median(row["seconds"] for row in rows),
         "first_seconds_max": max(row["seconds"] for row in rows),
         "again_seconds_median": statistics.median(row["seconds"] for row in again),
         "again_seconds_max": max(row["seconds"] for row in again),
-        "first_pass_grew_bytes": grown[0], "second_pass_grew_bytes": grown[1],
+        "first_pass_grew_bytes": grown[0],
+        "second_pass_grew_bytes": grown[1],
         "pack_peak_bytes_max": max(row["peak_bytes"] for row in rows),
-        "logprob_max_abs_nats_again": max(moved), "packs_not_bit_equal_again": sum(gap > 0 for gap in moved),
-    }  # fmt: skip
+        "logprob_max_abs_nats_again": max(moved),
+        "packs_not_bit_equal_again": sum(gap > 0 for gap in moved),
+    }
 
 
 def rope(machine: Machine) -> dict:
-    """How far the fused rotary embedding (megatron.rope_fusion) moves log-probs; decides nothing by itself."""
+    """How far the fused rotary embedding (megatron.rope_fusion) moves log-probs; decides nothing by
+    itself."""
     machine.need_gpu("TransformerEngine's fused rotary embedding")
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
@@ -273,11 +327,16 @@ def rope(machine: Machine) -> dict:
         measured["off against fp32"] = policies.differences(off, reference)
         measured["on against fp32"] = policies.differences(on, reference)
         measured["on against off"] = policies.differences(on, off)
-        policies.require(measured["on against fp32"], policies.as_good_as(measured["off against fp32"]), "rope fusion")
+        policies.require(
+            measured["on against fp32"],
+            policies.as_good_as(measured["off against fp32"]),
+            "rope fusion",
+        )
     return measured
 
 
-# ---- policies -------------------------------------------------------------------------------------------------------
+# ---- policies
+# --------------------------------------------------------------------------------------------------
 
 
 def _model(machine: Machine, policies: ModuleType, head_dim: int) -> Any:
@@ -303,51 +362,81 @@ def _policy(machine: Machine, policies: ModuleType, model: Any, **arguments: Any
 
 def _require_layers(wanted: bool, policy: Any) -> None:
     if wanted and policy.layers != "TransformerEngine":
-        raise NotHere("TransformerEngine is not on the path: the check build of call 2 makes it, or a bundle brings it")
+        raise NotHere(
+            "TransformerEngine is not on the path: the check build of call 2 makes it, or a "
+            "bundle brings it"
+        )
 
 
-def _outcome(policies: ModuleType, model: Any, dtype: str, batch: Any, loss: Any, plain=False, **arguments: Any) -> Any:
+def _outcome(
+    policies: ModuleType,
+    model: Any,
+    dtype: str,
+    batch: Any,
+    loss: Any,
+    plain=False,
+    **arguments: Any,
+) -> Any:
     policies.empty_device()
     policy = policies.random_policy(model, dtype, plain=plain, **arguments)
     _require_layers(dtype == "bf16" and not plain, policy)
     return policies.outcome(policy, batch, loss)
 
 
-# ---- offload --------------------------------------------------------------------------------------------------------
+# ---- offload
+# --------------------------------------------------------------------------------------------------
 
 
 def _offload(policies: ModuleType, policy: Any, batch: Any, loss: Any) -> dict:
     """After a step: everything away and back, bit for bit, and another step."""
     policy.train_step(batch, loss, loss)
-    states = policies.ModelStates(policy.models, policy.optimizer, policy.device, policy.settings.converters)
+    states = policies.ModelStates(
+        policy.models, policy.optimizer, policy.device, policy.settings.converters
+    )
     before, logprobs_N = _bytes(policy), policy.logprobs(batch).logprobs_N
     away = states.offload()
     back = states.reload()
-    different = [name for name, value in _bytes(policy).items() if not torch.equal(value, before[name])]
+    different = [
+        name for name, value in _bytes(policy).items() if not torch.equal(value, before[name])
+    ]
     if different:
-        raise AssertionError(f"not what they were after the way to host memory and back: {different}")
+        raise AssertionError(
+            f"not what they were after the way to host memory and back: {different}"
+        )
     if not torch.equal(policy.logprobs(batch).logprobs_N, logprobs_N):
-        raise AssertionError("the same weights give other log-probs after the way to host memory and back")
+        raise AssertionError(
+            "the same weights give other log-probs after the way to host memory and back"
+        )
     policy.train_step(batch, loss, loss)
     if all(torch.equal(value, before[name]) for name, value in _bytes(policy).items()):
         raise AssertionError("a step after the way to host memory and back changes nothing")
     gib = away.moved_bytes / 2**30
     return {
-        "moved_bytes": away.moved_bytes, "freed_bytes": away.measured_bytes,
-        "out_gib_per_second": gib / away.seconds, "back_gib_per_second": gib / back.seconds,
-    }  # fmt: skip
+        "moved_bytes": away.moved_bytes,
+        "freed_bytes": away.measured_bytes,
+        "out_gib_per_second": gib / away.seconds,
+        "back_gib_per_second": gib / back.seconds,
+    }
 
 
 def _bytes(policy: Any) -> dict[str, Tensor]:
     """Copies of the weights and of Adam's states in host memory, as bytes."""
     tensors = {name: parameter.data for name, parameter in policy.chunks[0].named_parameters()}
-    for index, part in enumerate(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])):
+    for index, part in enumerate(
+        getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    ):
         values = (value for state in part.optimizer.state.values() for value in state.values())
-        tensors |= {f"state {index}.{i}": value for i, value in enumerate(values) if torch.is_tensor(value)}
-    return {name: value.cpu().contiguous().reshape(-1).view(torch.uint8).clone() for name, value in tensors.items()}
+        tensors |= {
+            f"state {index}.{i}": value for i, value in enumerate(values) if torch.is_tensor(value)
+        }
+    return {
+        name: value.cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+        for name, value in tensors.items()
+    }
 
 
-# ---- Adam -----------------------------------------------------------------------------------------------------------
+# ---- Adam
+# --------------------------------------------------------------------------------------------------
 
 
 def _adam_steps(policies: ModuleType, policy: Any, settings: Any) -> dict:
@@ -355,12 +444,17 @@ def _adam_steps(policies: ModuleType, policy: Any, settings: Any) -> dict:
     parameters = dict(policy.chunks[0].named_parameters())
     weights = {name: parameter.detach().double() for name, parameter in parameters.items()}
     start = {name: weight.clone() for name, weight in weights.items()}
-    moments = {name: (torch.zeros_like(weight), torch.zeros_like(weight)) for name, weight in weights.items()}
+    moments = {
+        name: (torch.zeros_like(weight), torch.zeros_like(weight))
+        for name, weight in weights.items()
+    }
     for step in range(1, 6):
         policy.zero_grad()
         for name, parameter in parameters.items():
             parameter.main_grad.copy_(policies.drawn(name, parameter, draw=step))
-            moments[name] = adam(weights[name], *moments[name], parameter.main_grad.double(), step, settings)
+            moments[name] = adam(
+                weights[name], *moments[name], parameter.main_grad.double(), step, settings
+            )
         policy.optimizer_step()
     gaps, moved = 0.0, 0.0
     for name, parameter in parameters.items():
@@ -369,7 +463,11 @@ def _adam_steps(policies: ModuleType, policy: Any, settings: Any) -> dict:
         gaps = max(gaps, (master - weights[name]).abs().max().item())
         moved = max(moved, (master - start[name]).abs().max().item())
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])[0].optimizer
-    return {"class": type(inner).__name__, "weight_max_abs_difference": gaps, "weight_max_abs_change": moved}
+    return {
+        "class": type(inner).__name__,
+        "weight_max_abs_difference": gaps,
+        "weight_max_abs_change": moved,
+    }
 
 
 def adam(
@@ -377,7 +475,10 @@ def adam(
 ) -> tuple[Tensor, Tensor]:
     """One update of ``weight`` in place, decay decoupled and not of vectors; the new moments."""
     first, second = settings.betas
-    mean, square = first * mean + (1 - first) * gradient, second * square + (1 - second) * gradient**2
+    mean, square = (
+        first * mean + (1 - first) * gradient,
+        second * square + (1 - second) * gradient**2,
+    )
     if weight.dim() > 1:
         weight.mul_(1 - settings.lr * settings.weight_decay)
     direction = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + settings.eps)
@@ -385,7 +486,8 @@ def adam(
     return mean, square
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------
+# ---- shapes
+# --------------------------------------------------------------------------------------------------
 
 
 def _pack(policies: ModuleType, model: Any, number: int, most: int) -> Any:
@@ -394,7 +496,9 @@ def _pack(policies: ModuleType, model: Any, number: int, most: int) -> Any:
     shares = torch.rand(1 + number % 16, generator=generator) + 0.1
     filled = most * (0.25 + 0.75 * torch.rand((), generator=generator))
     lengths = [max(3, int(length)) for length in (shares / shares.sum() * filled).tolist()]
-    return policies.random_batch([(max(1, n // 8), n - max(1, n // 8)) for n in lengths], model.vocab_size)
+    return policies.random_batch(
+        [(max(1, n // 8), n - max(1, n // 8)) for n in lengths], model.vocab_size
+    )
 
 
 def _timed(machine: Machine, policy: Any, batch: Any, loss: Any) -> dict:

@@ -1,4 +1,5 @@
-"""What a check started ends with it: processes in sessions of their own, and those whose parents have died."""
+"""What a check started ends with it: processes in sessions of their own, and those whose parents
+have died."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _END_S = 30.0  # a process may be in a driver's call for a while
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Processes that are started in the body, by this one or by those that it starts, are killed at its end."""
+    """Processes that are started in the body, by this one or by those that it starts, are killed at
+    its end."""
     before, adopted = set(_descendants(os.getpid(), set())), _adopts()
     _adopt(True)
     try:

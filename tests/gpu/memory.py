@@ -1,4 +1,5 @@
-"""A trained model's states leave the device and come back, and go to disk and come back, to the last bit."""
+"""A trained model's states leave the device and come back, and go to disk and come back, to the
+last bit."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _LEAST_FREED = 0.8  # of what moved: torch gives blocks back to the driver as a 
 
 
 def offload(machine: Machine) -> dict[str, Any]:
-    """bf16 with the distributed optimizer, as a colocated run trains: freed memory, speed, and the same bits."""
+    """bf16 with the distributed optimizer, as a colocated run trains: freed memory, speed, and the
+    same bits."""
     size = {"vocab": 32_000, "heads": 64, "layers": 16} if machine.on_gpu else {}
     with tiny_folder() as folder:
         make_tiny_model(folder, **size)
@@ -52,20 +54,26 @@ def offload(machine: Machine) -> dict[str, Any]:
     wrong = different(states_of(policy), before)
     assert not wrong, f"states that came back changed: {wrong}"
     metrics = _step(policy, batch, weights_N)
-    assert all(math.isfinite(value) for value in metrics.values()), f"the step after the swap gave {metrics}"
+    assert all(math.isfinite(value) for value in metrics.values()), (
+        f"the step after the swap gave {metrics}"
+    )
     out, back, freed = swaps[-1]
     if machine.on_gpu:
         least = _LEAST_FREED * out.room_bytes
         assert min(out.measured_bytes, freed) > least, (
-            f"{out.room_bytes} bytes were emptied, torch gave back {out.measured_bytes}, the device has {freed} more"
+            f"{out.room_bytes} bytes were emptied, torch gave back {out.measured_bytes}, the "
+            f"device has {freed} more"
         )
     return {
-        **facts(policy), "moved_mib": out.moved_bytes / 2**20, "room_mib": out.room_bytes / 2**20,
+        **facts(policy),
+        "moved_mib": out.moved_bytes / 2**20,
+        "room_mib": out.room_bytes / 2**20,
         "given_back_mib": out.measured_bytes / 2**20,
         "more_free_on_device_mib": freed / 2**20 if machine.on_gpu else None,
-        "first_offload_s": swaps[0][0].seconds, "offload_gb_per_s": 1e-9 * out.moved_bytes / out.seconds,
+        "first_offload_s": swaps[0][0].seconds,
+        "offload_gb_per_s": 1e-9 * out.moved_bytes / out.seconds,
         "reload_gb_per_s": 1e-9 * back.moved_bytes / back.seconds,
-    }  # fmt: skip
+    }
 
 
 _LONGEST_UPDATE_S = 3.0  # of 4 billion parameters
@@ -74,8 +82,9 @@ _SHARDS = 16
 
 
 def streaming(machine: Machine) -> dict[str, Any]:
-    """Adam's states in host memory: seconds of an update of as many parameters as a rank of 32B on eight GPUs has,
-    beside copies both ways at a time; the first shard to the last bit against Adam on the device.
+    """Adam's states in host memory: seconds of an update of as many parameters as a rank of 32B on
+    eight GPUs has, beside copies both ways at a time; the first shard to the last bit against Adam
+    on the device.
 
     Raises:
         NotHere: too little host memory for 12 bytes a parameter.
@@ -102,7 +111,10 @@ def _streamed(machine: Machine, count: int) -> dict[str, Any]:
     if needed > 0.8 * there:
         raise NotHere(f"{needed >> 30} GiB of host memory, of which {there >> 30} are free")
     kind = Adam if machine.on_gpu else torch.optim.AdamW
-    shards = [torch.full((entries,), 0.5 + n, dtype=torch.bfloat16, device=machine.device) for n in range(count)]
+    shards = [
+        torch.full((entries,), 0.5 + n, dtype=torch.bfloat16, device=machine.device)
+        for n in range(count)
+    ]
     gradients = [torch.rand(entries, device=machine.device) - 0.5 for _ in shards]
     main = shards[0].float()
     device = kind([main], lr=1e-2, weight_decay=0.1)
@@ -118,25 +130,33 @@ def _streamed(machine: Machine, count: int) -> dict[str, Any]:
         seconds.append(host.take_seconds())
     held, resident = host.tensors(shards[0]), {**device.state[main], "master": main}
     for name in ("exp_avg", "exp_avg_sq", "master"):
-        assert torch.equal(held[name], resident[name].cpu()), f"{name} differs from Adam on the device"
+        assert torch.equal(held[name], resident[name].cpu()), (
+            f"{name} differs from Adam on the device"
+        )
     assert torch.equal(shards[0], main.bfloat16()), "the weights are not those of their masters"
     return {
-        "parameters": count * entries, "seconds": seconds, "allocating_and_pinning_s": allocated,
-        "gb_per_s_each_way": 1e-9 * needed / seconds[-1], "bus_gb_per_s_each_way": _bus(machine),
+        "parameters": count * entries,
+        "seconds": seconds,
+        "allocating_and_pinning_s": allocated,
+        "gb_per_s_each_way": 1e-9 * needed / seconds[-1],
+        "bus_gb_per_s_each_way": _bus(machine),
         "copy_queues": os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
-    }  # fmt: skip
+    }
 
 
 def streaming_by_one_queue(machine: Machine) -> dict[str, Any]:
-    """The same with one copy queue, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` alone would leave: what both ways at a time
-    are worth. Its pace is told and not judged."""
+    """The same with one copy queue, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` alone would leave: what
+    both ways at a time are worth. Its pace is told and not judged."""
     return _streamed(machine, _SHARDS // 4)
 
 
 def _bus(machine: Machine) -> float:
-    """GB/s of a copy to the device and of one from it, at the same time; of pinned memory, where there is a GPU."""
+    """GB/s of a copy to the device and of one from it, at the same time; of pinned memory, where
+    there is a GPU."""
     size = 1 << 30 if machine.on_gpu else 1 << 20
-    there, back = (torch.empty(size, dtype=torch.uint8, pin_memory=machine.on_gpu) for _ in range(2))
+    there, back = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=machine.on_gpu) for _ in range(2)
+    )
     here, other = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
     lanes = [torch.cuda.Stream(machine.device) if machine.on_gpu else None for _ in range(2)]
     for repeat in (1, 8):  # the first to warm up
@@ -162,7 +182,8 @@ def _step(policy: MegatronPolicy, batch: SequenceBatch, weights_N: Tensor) -> di
 
 
 def context(machine: Machine) -> dict[str, Any]:
-    """Bytes of the device that another process takes by using CUDA at all, and by a product of cuBLAS.
+    """Bytes of the device that another process takes by using CUDA at all, and by a product of
+    cuBLAS.
 
     Raises:
         NotHere: there is no GPU.
@@ -200,7 +221,8 @@ input()
 
 
 def checkpoint(machine: Machine) -> dict[str, Any]:
-    """Saved after two steps and loaded into a fresh policy: the same states, and the same next step."""
+    """Saved after two steps and loaded into a fresh policy: the same states, and the same next
+    step."""
     _always_the_same_sums()
     join_alone()
     batch, weights_N = make_batch(61)
@@ -226,6 +248,7 @@ def checkpoint(machine: Machine) -> dict[str, Any]:
 
 
 def _always_the_same_sums() -> None:
-    """Sums of the same numbers in the same order every time: otherwise two equal runs differ on a GPU."""
+    """Sums of the same numbers in the same order every time: otherwise two equal runs differ on a
+    GPU."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,7 +1,9 @@
-"""Two ranks whose first call in a group is a batched send and receive, as that of a weight sync may be.
+"""Two ranks whose first call in a group is a batched send and receive, as that of a weight sync may
+be.
 
-With NCCL all ranks of a group must take part when a batched P2P call is its first (torch/distributed/
-distributed_c10d.py, batch_isend_irecv); who stays away leaves the other waiting. Started by torchrun.
+With NCCL all ranks of a group must take part when a batched P2P call is its first
+(torch/distributed/ distributed_c10d.py, batch_isend_irecv); who stays away leaves the other
+waiting. Started by torchrun.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def _exchange(mine: Tensor, group: dist.ProcessGroup) -> float:
     if mine.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    assert bool((got == 2.0 - rank).all()), f"rank {rank} got {got.unique().tolist()[:4]}, not {2.0 - rank}"
+    assert bool((got == 2.0 - rank).all()), (
+        f"rank {rank} got {got.unique().tolist()[:4]}, not {2.0 - rank}"
+    )
     return seconds
 
 

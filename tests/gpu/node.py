@@ -25,12 +25,21 @@ from tests.gpu.run import commit, hardware, versions
 ROOT = Path(__file__).resolve().parent.parent.parent
 # metric -> how its values of all steps become one number
 METRICS: dict[str, Callable[[list[float]], float]] = {
-    "kl/rollout": max, "kl/rollout_max_abs": max, "mismatch/mean_abs": max, "mismatch/entropy_mean_abs": max,
-    "weight_sync/probe_diff": max, "drift/logprob_diff": max, "weight_sync/seconds": statistics.median,
-    "weight_sync/bytes": max, "time/step": statistics.median, "memory/rank_max_gib": max,
-    "memory/device_max_gib": max, "offload/freed_mib": min,
-    "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
-}  # fmt: skip
+    "kl/rollout": max,
+    "kl/rollout_max_abs": max,
+    "mismatch/mean_abs": max,
+    "mismatch/entropy_mean_abs": max,
+    "weight_sync/probe_diff": max,
+    "drift/logprob_diff": max,
+    "weight_sync/seconds": statistics.median,
+    "weight_sync/bytes": max,
+    "time/step": statistics.median,
+    "memory/rank_max_gib": max,
+    "memory/device_max_gib": max,
+    "offload/freed_mib": min,
+    "reward/mean": lambda values: values[-1],
+    "eval/accuracy": lambda values: values[-1],
+}
 _SKIPPED = 77  # exit status of a step's process
 _SLEEP = {"ds__enable_sleep": "true", "vllm__enable_sleep": "true"}
 
@@ -40,7 +49,8 @@ class Node:
     """Where the steps run.
 
     Attributes:
-        gpus: a power of two, at most 8; on a CPU 2, which are processes. On one GPU policy and engine take turns, and
+        gpus: a power of two, at most 8; on a CPU 2, which are processes. On one GPU policy and
+        engine take turns, and
             what needs two is skipped.
         model: Hugging Face checkpoint for ``convert --check``; None for the tiny one.
     """
@@ -60,7 +70,8 @@ class Node:
             raise NotHere(f"{why}: needs two GPUs, there is one")
 
 
-# ---- steps: each returns what it measured, raises NotHere, or fails by raising --------------------------------------
+# ---- steps: each returns what it measured, raises NotHere, or fails by raising
+# --------------------------------------
 
 
 def doctor(node: Node) -> dict:
@@ -70,7 +81,15 @@ def doctor(node: Node) -> dict:
 
 def nccl(node: Node) -> dict:
     node.need_gpus("NCCL between two GPUs")
-    module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.nccl_pair"]
+    module = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.gpu.nccl_pair",
+    ]
     return json.loads(_command([sys.executable, *module]).splitlines()[-1])
 
 
@@ -84,8 +103,10 @@ def engine_tp2(node: Node) -> dict:
         ranks: dict[str, Any] = {"actor__num_gpus_per_node": 1, "megatron__tensor_parallel_size": 1}
     else:
         ranks = {
-            "train__colocate_all": "true", "actor__num_gpus_per_node": 2, "megatron__tensor_parallel_size": 2,
-        }  # fmt: skip
+            "train__colocate_all": "true",
+            "actor__num_gpus_per_node": 2,
+            "megatron__tensor_parallel_size": 2,
+        }
     return _job(node, "engine_tp2", vllm__tensor_parallel_size=2, **ranks)
 
 
@@ -97,9 +118,13 @@ def separate_engines(node: Node) -> dict:
     node.need_two("an engine on a GPU of its own")
     half = node.gpus // 2
     return _job(
-        node, "separate_engines", actor__num_gpus_per_node=half, megatron__tensor_parallel_size=half,
-        vllm__num_engines=half, vllm__sync_backend="gloo" if node.on_cpu else "nccl",
-    )  # fmt: skip
+        node,
+        "separate_engines",
+        actor__num_gpus_per_node=half,
+        megatron__tensor_parallel_size=half,
+        vllm__num_engines=half,
+        vllm__sync_backend="gloo" if node.on_cpu else "nccl",
+    )
 
 
 def sleep_and_wake(node: Node) -> dict:
@@ -121,10 +146,14 @@ def kill_and_resume(node: Node) -> dict:
     try:
         job.wait_until(lambda: CheckpointStore(checkpoints, keep=1).checkpoints(), "a checkpoint")
         job.look()
-        assert job.process.poll() is None, f"the job ended before it could be killed:\n{job.text[-3000:]}"
+        assert job.process.poll() is None, (
+            f"the job ended before it could be killed:\n{job.text[-3000:]}"
+        )
     finally:
         job.stop()
-    _train([*options, "--ckpt.load_enable"], node.out / "kill_and_resume.resumed.log", "resumed from")
+    _train(
+        [*options, "--ckpt.load_enable"], node.out / "kill_and_resume.resumed.log", "resumed from"
+    )
     steps = [record["step"] for record in task.metrics("kill_and_resume")]
     if steps != sorted(set(steps)) or steps[-1] != 3:
         raise AssertionError(f"steps 1 to 3 were to be recorded once each, got {steps}")
@@ -143,21 +172,40 @@ def drift_check(node: Node) -> dict:
 
 
 def quickstart(node: Node) -> dict:
-    """The commands of examples/scripts/quickstart.sh; not the script, which makes the CPU environment first."""
+    """The commands of examples/scripts/quickstart.sh; not the script, which makes the CPU
+    environment first."""
     if node.on_cpu:
         raise NotHere("on a CPU it is bash examples/scripts/quickstart.sh, which takes minutes")
     out, reward = node.out / "quickstart", ROOT / "examples/python/reward_arithmetic.py"
     data = out / "data"
-    _command([sys.executable, "examples/python/toy_policy.py", "--output_dir", f"{out}/start", "--data_dir", str(data)])
+    _command(
+        [
+            sys.executable,
+            "examples/python/toy_policy.py",
+            "--output_dir",
+            f"{out}/start",
+            "--data_dir",
+            str(data),
+        ]
+    )
     grade = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", "--data", f"{data}/heldout.jsonl"]
     grade += ["--reward", str(reward), "--n_samples", "2", "--max_new_tokens", "48"]
     _command([*grade, "--model", f"{out}/start", "--json", f"{out}/before.json"])
     options = {
-        "config": "configs/quickstart.yaml", "actor.model_name_or_path": out / "start", "data.max_samples": 1280,
-        **_of_quickstart(node), "data.prompt_dataset": data / "train.jsonl", "eval.dataset": data / "heldout.jsonl",
-        "reward.remote_url": reward, "ckpt.output_dir": out / "policy", "logger.metrics_path": out / "metrics.jsonl",
-    }  # fmt: skip
-    _train([part for name, value in options.items() for part in (f"--{name}", str(value))], node.out / "quickstart.job")
+        "config": "configs/quickstart.yaml",
+        "actor.model_name_or_path": out / "start",
+        "data.max_samples": 1280,
+        **_of_quickstart(node),
+        "data.prompt_dataset": data / "train.jsonl",
+        "eval.dataset": data / "heldout.jsonl",
+        "reward.remote_url": reward,
+        "ckpt.output_dir": out / "policy",
+        "logger.metrics_path": out / "metrics.jsonl",
+    }
+    _train(
+        [part for name, value in options.items() for part in (f"--{name}", str(value))],
+        node.out / "quickstart.job",
+    )
     compare = ["--compare", f"{out}/before.json", "--min_gain", "0.25"]
     _command([*grade, "--model", f"{out}/policy", "--json", f"{out}/after.json", *compare])
     return measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
@@ -168,7 +216,11 @@ def _of_quickstart(node: Node) -> dict[str, Any]:
     if node.gpus == 1:
         return {name.replace("__", "."): value for name, value in _settings(node).items()}
     half = node.gpus // 2
-    return {"megatron.param_dtype": "bf16", "actor.num_gpus_per_node": half, "vllm.num_engines": half}
+    return {
+        "megatron.param_dtype": "bf16",
+        "actor.num_gpus_per_node": half,
+        "vllm.num_engines": half,
+    }
 
 
 # step -> function, seconds it may take
@@ -180,7 +232,8 @@ STEPS: dict[str, tuple[Callable[[Node], dict], float]] = {
 }  # fmt: skip
 
 
-# ---- jobs -----------------------------------------------------------------------------------------------------------
+# ---- jobs
+# --------------------------------------------------------------------------------------------------
 
 
 def _task(node: Node) -> Any:
@@ -196,32 +249,42 @@ def _task(node: Node) -> Any:
 
 
 def _settings(node: Node) -> dict[str, Any]:
-    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others; where
-    there is one GPU, they take turns."""
+    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of
+    the others; where there is one GPU, they take turns."""
     if node.on_cpu:
         return {"megatron__param_dtype": "fp32"}
     if node.gpus == 1:
         return {"megatron__param_dtype": "bf16", **_colocated(node), **_SLEEP}
     half = node.gpus // 2
     return {
-        "megatron__param_dtype": "bf16", "actor__num_gpus_per_node": half, "megatron__tensor_parallel_size": half,
-    }  # fmt: skip
+        "megatron__param_dtype": "bf16",
+        "actor__num_gpus_per_node": half,
+        "megatron__tensor_parallel_size": half,
+    }
 
 
 def _colocated(node: Node) -> dict[str, Any]:
-    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU one stage less, and
-    on one GPU."""
+    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU
+    one stage less, and on one GPU."""
     stages = 1 if node.on_cpu or node.gpus == 1 else 2
     return {
-        "train__colocate_all": "true", "actor__num_gpus_per_node": node.gpus, "vllm__num_engines": node.gpus,
-        "megatron__pipeline_parallel_size": stages, "megatron__tensor_parallel_size": node.gpus // stages,
-    }  # fmt: skip
+        "train__colocate_all": "true",
+        "actor__num_gpus_per_node": node.gpus,
+        "vllm__num_engines": node.gpus,
+        "megatron__pipeline_parallel_size": stages,
+        "megatron__tensor_parallel_size": node.gpus // stages,
+    }
 
 
-def _job(node: Node, name: str, *flags: str, said: str = "policy and engines agree", **more: Any) -> dict:
-    """A whole training job of three steps; the policy's log-probs are compared with the engine's at every sync."""
+def _job(
+    node: Node, name: str, *flags: str, said: str = "policy and engines agree", **more: Any
+) -> dict:
+    """A whole training job of three steps; the policy's log-probs are compared with the engine's at
+    every sync."""
     task = _task(node)
-    _train([*task.options(name, **(_settings(node) | more)), *flags], node.out / f"{name}.job", said)
+    _train(
+        [*task.options(name, **(_settings(node) | more)), *flags], node.out / f"{name}.job", said
+    )
     return measured(task.metrics(name))
 
 
@@ -233,7 +296,9 @@ def _train(options: Sequence[str], log: Path, said: str = "policy and engines ag
     code = job.finish()
     print(job.text)
     if code or said not in job.text:
-        raise AssertionError(f"the job ended with {code}" + ("" if code else f" and never said {said!r}"))
+        raise AssertionError(
+            f"the job ended with {code}" + ("" if code else f" and never said {said!r}")
+        )
 
 
 def measured(records: list[dict]) -> dict[str, float]:
@@ -247,7 +312,9 @@ def _command(command: Sequence[str]) -> str:
     Raises:
         AssertionError: it ended with another status than 0.
     """
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     print(done.stdout)
     if done.returncode:
         last = (done.stdout.strip().splitlines() or ["(nothing printed)"])[-1]
@@ -255,7 +322,8 @@ def _command(command: Sequence[str]) -> str:
     return done.stdout.strip()
 
 
-# ---- running the steps ----------------------------------------------------------------------------------------------
+# ---- running the steps
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -273,7 +341,8 @@ class Result:
 
 
 def run_step(node: Node, name: str) -> Result:
-    """In a process of its own, which is ended with everything that it started when its time is up."""
+    """In a process of its own, which is ended with everything that it started when its time is
+    up."""
     limit, log, result = STEPS[name][1], node.out / f"{name}.log", node.out / f"{name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.gpu.node", "--out", str(node.out), "--step", name]
@@ -325,27 +394,43 @@ def _in_this_process(node: Node, name: str) -> int:
         import traceback
 
         traceback.print_exc()
-        found, code = {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}, 1
+        found, code = (
+            {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"},
+            1,
+        )
     (node.out / f"{name}.json").write_text(json.dumps(found))
     return code
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
+# ---- the page
+# --------------------------------------------------------------------------------------------------
 
 
 def page(node: Node, results: Sequence[Result]) -> str:
-    rows = [f"| {r.name} | {r.status} | {r.seconds:.0f} | {r.why.replace('|', '/')} |" for r in results]
+    rows = [
+        f"| {r.name} | {r.status} | {r.seconds:.0f} | {r.why.replace('|', '/')} |" for r in results
+    ]
     numbers = [
-        f"| {result.name} | {name} | {value:.6g} |" for result in results for name, value in result.measured.items()
+        f"| {result.name} | {name} | {value:.6g} |"
+        for result in results
+        for name, value in result.measured.items()
     ]
     return "\n".join(
         [
-            "# A node's first contact with openrlhf_ext", "",
-            *(f"* {name}: {value}" for name, value in environment(node).items()), "",
-            "| step | result | seconds | why |", "|---|---|---|---|", *rows, "",
-            "| step | metric (docs/metrics.md) | value |", "|---|---|---|", *numbers, "",
+            "# A node's first contact with openrlhf_ext",
+            "",
+            *(f"* {name}: {value}" for name, value in environment(node).items()),
+            "",
+            "| step | result | seconds | why |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "| step | metric (docs/metrics.md) | value |",
+            "|---|---|---|",
+            *numbers,
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def environment(node: Node) -> dict[str, str]:
@@ -354,9 +439,15 @@ def environment(node: Node) -> dict[str, str]:
     counted = sorted({f"{gpus.count(gpu)} x {gpu}" for gpu in gpus})
     links = _said(["nvidia-smi", "topo", "-m"]).splitlines() if gpus else []
     return {
-        "GPUs": "none used (--cpu)" if node.on_cpu else f"{'; '.join(counted)}; {node.gpus} of them used",
-        "links": " / ".join(" ".join(line.split()) for line in links if line.lstrip().startswith("GPU")) or "-",
-        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {platform.platform()}",
+        "GPUs": "none used (--cpu)"
+        if node.on_cpu
+        else f"{'; '.join(counted)}; {node.gpus} of them used",
+        "links": " / ".join(
+            " ".join(line.split()) for line in links if line.lstrip().startswith("GPU")
+        )
+        or "-",
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{platform.platform()}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items() if number),
         "commit": f"{made['commit'] or 'unknown'}{' (dirty)' if made['dirty'] else ''}",
     }
@@ -370,7 +461,8 @@ def _said(command: Sequence[str]) -> str:
     return done.stdout.strip()
 
 
-# ---- command line ---------------------------------------------------------------------------------------------------
+# ---- command line
+# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -386,14 +478,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(results[-1].line(), flush=True)
             (node.out / "results.md").write_text(page(node, results))
     print(f"written: {node.out / 'results.md'}")
-    return int(any(result.status == "FAIL" for result in results) or not any(r.status == "PASS" for r in results))
+    return int(
+        any(result.status == "FAIL" for result in results)
+        or not any(r.status == "PASS" for r in results)
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bash tests/gpu/run_node.sh", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "node", help="folder for logs and results.md")
-    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"some of {', '.join(STEPS)}")
-    parser.add_argument("--model", type=Path, help="Hugging Face checkpoint for convert_check, instead of a tiny one")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "node", help="folder for logs and results.md"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=STEPS, metavar="STEP", help=f"some of {', '.join(STEPS)}"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="Hugging Face checkpoint for convert_check, instead of a tiny one",
+    )
     parser.add_argument("--cpu", action="store_true", help="no GPUs: tries the script itself")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -415,7 +518,12 @@ def _node(args: argparse.Namespace) -> Node:
         raise SystemExit("torch sees no GPU, 1 to 8 are needed; --cpu tries the script without any")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return Node(out, args.cpu, max(n for n in (1, 2, 4, 8) if n <= count), args.model and args.model.resolve())
+    return Node(
+        out,
+        args.cpu,
+        max(n for n in (1, 2, 4, 8) if n <= count),
+        args.model and args.model.resolve(),
+    )
 
 
 if __name__ == "__main__":

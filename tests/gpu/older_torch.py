@@ -1,8 +1,10 @@
-"""What torch 2.11 lacks of what our code, written for 2.13, asks for: a machine lent for the checks may have it.
+"""What torch 2.11 lacks of what our code, written for 2.13, asks for: a machine lent for the checks
+may have it.
 
-``adapt`` changes the process that calls it. In a whole bundle this file is ``site/sitecustomize.py`` too, which every
-process imports as it starts: there the changes are made when torch's modules are imported, also in Ray's workers, and
-processes without torch stay without. Standard library only.
+``adapt`` changes the process that calls it. In a whole bundle this file is
+``site/sitecustomize.py`` too, which every process imports as it starts: there the changes are made
+when torch's modules are imported, also in Ray's workers, and processes without torch stay without.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ def adapt() -> None:
 
 
 def _grouped_queries(varlen: Any) -> None:
-    """In 2.11 ``varlen_attn`` has no such argument (torch/nn/attention/varlen.py:159) and hands fewer key-value heads
-    on to the flash kernels, which take them; in 2.13 the argument only lets them pass (varlen.py:295)."""
+    """In 2.11 ``varlen_attn`` has no such argument (torch/nn/attention/varlen.py:159) and hands
+    fewer key-value heads on to the flash kernels, which take them; in 2.13 the argument only lets
+    them pass (varlen.py:295)."""
     given = varlen.varlen_attn
     if "enable_gqa" in inspect.signature(given).parameters:
         return
@@ -34,8 +37,8 @@ def _grouped_queries(varlen: Any) -> None:
 
 
 def _error_of_a_transfer(c10d: Any) -> None:
-    """In 2.11 ``Work.exception`` raises TypeError, whatever there is to say (seen on an H200); in 2.13 it answers. A
-    check with a lost peer would need that answer, and two GPUs."""
+    """In 2.11 ``Work.exception`` raises TypeError, whatever there is to say (seen on an H200); in
+    2.13 it answers. A check with a lost peer would need that answer, and two GPUs."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):

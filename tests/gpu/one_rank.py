@@ -16,7 +16,8 @@ SEED = 1234
 
 
 def ready(machine: Machine) -> None:
-    """Before Megatron is imported: it looks for TransformerEngine then, and on a CPU needs the patches."""
+    """Before Megatron is imported: it looks for TransformerEngine then, and on a CPU needs the
+    patches."""
     use(machine.bundle)
     from openrlhf_ext import patches
 

@@ -1,4 +1,5 @@
-"""Policies with random weights made on the device, and how two of them are compared. Imported by ``one_rank`` only.
+"""Policies with random weights made on the device, and how two of them are compared. Imported by
+``one_rank`` only.
 
 Shape suffixes: B = sequences, N = response tokens of all.
 """
@@ -38,10 +39,17 @@ from tests.gpu.shapes import Mixture, Model, drawn
 from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "Actor", "Adam", "Adapter", "Mixture", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob",
+    "Actor",
+    "Adam",
+    "Adapter",
+    "Mixture",
+    "Model",
+    "ModelStates",
+    "ParallelLayout",
+    "WeightedLogprob",
     "initialize_distributed",
     "parallel_state",
-]  # fmt: skip
+]
 
 RECOMPUTE = {
     "none": {},
@@ -55,9 +63,11 @@ OPTIMIZER = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
 
 
 class RandomPolicy(MegatronPolicy):
-    """A policy without a checkpoint: weights are drawn on the device by the parameter's name, exact in bf16.
+    """A policy without a checkpoint: weights are drawn on the device by the parameter's name, exact
+    in bf16.
 
-    TransformerEngine's layers and ours have the same names, so they get the same weights, in fp32 too.
+    TransformerEngine's layers and ours have the same names, so they get the same weights, in fp32
+    too.
     """
 
     def load_weights(self) -> None:
@@ -69,7 +79,8 @@ class RandomPolicy(MegatronPolicy):
     def layers(self) -> str:
         """Whose they are."""
         used = any(
-            type(module).__module__.startswith("megatron.core.extensions") for module in self.chunks[0].modules()
+            type(module).__module__.startswith("megatron.core.extensions")
+            for module in self.chunks[0].modules()
         )
         return "TransformerEngine" if used else "plain"
 
@@ -103,13 +114,24 @@ def random_policy(
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = ModelSettings(
-            str(model.write(Path(folder))), ParallelLayout(1),
-            Megatron(param_dtype=dtype, rope_fusion=rope_fusion, share_prompts_enable=not plain, **recompute),
+            str(model.write(Path(folder))),
+            ParallelLayout(1),
+            Megatron(
+                param_dtype=dtype,
+                rope_fusion=rope_fusion,
+                share_prompts_enable=not plain,
+                **recompute,
+            ),
             Rollout(micro_batch_size=micro_batch_size),
             micro_batches(micro_batch_size, max_tokens).model_copy(update=dict(train)),
-            (*(() if fp8 is None else (FP8Layers(fp8),)), *(() if lora is None else (LoRALayers(lora),))),
-            optimizer=optimizer, updates=100, adam_offload=adam_offload,
-        )  # fmt: skip
+            (
+                *(() if fp8 is None else (FP8Layers(fp8),)),
+                *(() if lora is None else (LoRALayers(lora),)),
+            ),
+            optimizer=optimizer,
+            updates=100,
+            adam_offload=adam_offload,
+        )
         policy = kind(settings)
     for name, parameter in policy.chunks[0].named_parameters():
         if name.endswith("lora_b"):
@@ -126,7 +148,8 @@ def plain_layers() -> Iterator[None]:
 
 @contextmanager
 def torch_optimizer() -> Iterator[None]:
-    """Policies that are built in the body have torch's Adam (megatron/core/optimizer/__init__.py:554)."""
+    """Policies that are built in the body have torch's Adam
+    (megatron/core/optimizer/__init__.py:554)."""
     with mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True):
         yield
 
@@ -144,19 +167,27 @@ def optimizer_states(policy: RandomPolicy) -> dict[str, Tensor]:
     found = {}
     for name, parameter in policy.chunks[0].named_parameters():
         found[name] = parameter
-        found |= {f"{kind} of {name}": tensor for kind, tensor in ranges[id(parameter)].tensors.items()}
+        found |= {
+            f"{kind} of {name}": tensor for kind, tensor in ranges[id(parameter)].tensors.items()
+        }
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
-def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int) -> tuple[SequenceBatch, WeightedLogprob]:
-    """Sequences of random tokens, and a loss that weights the log-prob of every response token differently.
+def random_batch(
+    lengths: Sequence[tuple[int, int]], vocab_size: int
+) -> tuple[SequenceBatch, WeightedLogprob]:
+    """Sequences of random tokens, and a loss that weights the log-prob of every response token
+    differently.
 
     Args:
         lengths: tokens of prompt and response, 1 or more; prompts of one length are the same.
     """
     generator = torch.Generator().manual_seed(len(lengths))
     totals = [prompt + response for prompt, response in lengths]
-    tokens = [torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32).numpy() for n in totals]
+    tokens = [
+        torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32).numpy()
+        for n in totals
+    ]
     first = {prompt: row for row, (prompt, _) in reversed(list(enumerate(lengths)))}
     for row, (prompt, _) in enumerate(lengths):
         tokens[row][:prompt] = tokens[first[prompt]][:prompt]
@@ -166,7 +197,8 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int) -> tuple[S
     return batch, WeightedLogprob(weights_N, batch.responses)
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
+# ---- comparing
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,21 +219,30 @@ def outcome(policy: RandomPolicy, batch: SequenceBatch, loss: WeightedLogprob) -
     logprobs_N = policy.logprobs(batch).logprobs_N
     policy.accumulate_gradients(batch, loss, loss)
     gradients = policy.trained.exporter(lambda parameter: parameter.main_grad)
-    return Outcome(logprobs_N, {name: gradient.float().cpu().clone() for name, gradient in gradients})
+    return Outcome(
+        logprobs_N, {name: gradient.float().cpu().clone() for name, gradient in gradients}
+    )
 
 
 def differences(found: Outcome, reference: Outcome) -> dict[str, float | str]:
     """How far an outcome is from another one.
 
     Returns:
-        Log-probs in nats; gradients relative to the reference's norm, of all tensors together and of the worst one.
+        Log-probs in nats; gradients relative to the reference's norm, of all tensors together and
+        of the worst one.
     """
     gaps_N = (found.logprobs_N.double() - reference.logprobs_N.double()).abs()
-    squares = {name: (gradient - reference.gradients[name]).double().square().sum().item()
-               for name, gradient in found.gradients.items()}  # fmt: skip
-    norms = {name: gradient.double().square().sum().item() for name, gradient in reference.gradients.items()}
+    squares = {
+        name: (gradient - reference.gradients[name]).double().square().sum().item()
+        for name, gradient in found.gradients.items()
+    }
+    norms = {
+        name: gradient.double().square().sum().item()
+        for name, gradient in reference.gradients.items()
+    }
     each = {name: (square / max(norms[name], 1e-30)) ** 0.5 for name, square in squares.items()}
-    worst = max(each, key=lambda name: each[name] if each[name] == each[name] else float("inf"))  # a NaN is the worst
+    # a NaN is the worst
+    worst = max(each, key=lambda name: each[name] if each[name] == each[name] else float("inf"))
     return {
         "logprob_mean_abs_nats": gaps_N.mean().item(),
         "logprob_max_abs_nats": gaps_N.max().item(),
@@ -216,9 +257,15 @@ def require(found: Mapping[str, float | str], most: Mapping[str, float], where: 
     Raises:
         AssertionError: naming every difference above what is allowed; a NaN is.
     """
-    wrong = [f"{name} is {found[name]}, at most {most[name]:.3g}" for name in most if not found[name] <= most[name]]
+    wrong = [
+        f"{name} is {found[name]}, at most {most[name]:.3g}"
+        for name in most
+        if not found[name] <= most[name]
+    ]
     if wrong:
-        raise AssertionError(f"{where}: " + "; ".join(wrong) + f" (worst gradient: {found['worst_gradient']})")
+        raise AssertionError(
+            f"{where}: " + "; ".join(wrong) + f" (worst gradient: {found['worst_gradient']})"
+        )
 
 
 EXACT = {"logprob_max_abs_nats": 5e-5, "gradient_relative": 2e-5, "gradient_relative_worst": 2e-4}
@@ -228,13 +275,15 @@ EXACT = {"logprob_max_abs_nats": 5e-5, "gradient_relative": 2e-5, "gradient_rela
 def as_good_as(plain: Mapping[str, float | str]) -> dict[str, float]:
     """What layers in bf16 may be away from fp32, given how far plain layers in bf16 are.
 
-    The factors were set before any of this had run on a GPU: rounding at other places may cost up to half as much again
-    on average, a wrong scale, mask or position costs many times as much.
+    The factors were set before any of this had run on a GPU: rounding at other places may cost up
+    to half as much again on average, a wrong scale, mask or position costs many times as much.
     """
     factors = {
-        "logprob_mean_abs_nats": (1.5, 1e-4), "logprob_max_abs_nats": (2.0, 1e-3), "gradient_relative": (1.5, 1e-4),
+        "logprob_mean_abs_nats": (1.5, 1e-4),
+        "logprob_max_abs_nats": (2.0, 1e-3),
+        "gradient_relative": (1.5, 1e-4),
         "gradient_relative_worst": (2.0, 1e-3),
-    }  # fmt: skip
+    }
     return {name: factor * float(plain[name]) + floor for name, (factor, floor) in factors.items()}
 
 

@@ -1,6 +1,8 @@
-"""What the weight sync's two ends use of Ray, for machines without it: actors as processes, their calls as futures.
+"""What the weight sync's two ends use of Ray, for machines without it: actors as processes, their
+calls as futures.
 
-The checks use it on every machine: Ray would start a cluster, and hide the GPU from actors that ask for none.
+The checks use it on every machine: Ray would start a cluster, and hide the GPU from actors that ask
+for none.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Actor:
     def __init__(self, module: str, name: str, args: tuple, options: dict[str, Any]) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")  # CUDA cannot be used in a forked process
-        self.process = context.Process(target=_serve, args=(theirs, module, name, args, options), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, module, name, args, options), daemon=True
+        )
         self.process.start()
         theirs.close()  # so that the actor's end is the only one: its death closes the connection
         self._turn = threading.Lock()
@@ -36,7 +40,9 @@ class Actor:
 
     def _call(self, method: str, args: tuple, options: dict[str, Any]) -> Future:
         future: Future = Future()
-        threading.Thread(target=self._ask, args=(future, (method, args, options)), daemon=True).start()
+        threading.Thread(
+            target=self._ask, args=(future, (method, args, options)), daemon=True
+        ).start()
         return future
 
     def _ask(self, future: Future, call: tuple[str, tuple, dict]) -> None:
@@ -45,14 +51,19 @@ class Actor:
                 self._connection.send(call)
                 error, result = self._connection.recv()
         except (EOFError, OSError):
-            error, result = ActorDied(f"the actor died in {call[0]} (process {self.process.pid})"), None
+            error, result = (
+                ActorDied(f"the actor died in {call[0]} (process {self.process.pid})"),
+                None,
+            )
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
 
 
-def _serve(connection: Connection, module: str, name: str, args: tuple, options: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection, module: str, name: str, args: tuple, options: dict[str, Any]
+) -> None:
     from openrlhf_ext import patches
 
     patches.apply()
@@ -64,7 +75,10 @@ def _serve(connection: Connection, module: str, name: str, args: tuple, options:
         except EOFError:
             return
         try:
-            answer = (None, None if method == "__ray_ready__" else getattr(actor, method)(*args, **options))
+            answer = (
+                None,
+                None if method == "__ray_ready__" else getattr(actor, method)(*args, **options),
+            )
         except Exception as error:
             answer = (error, None)
         connection.send(answer)
@@ -77,7 +91,7 @@ def remote(**_resources: Any) -> Any:
         where = actor_class.__module__, actor_class.__qualname__
         return SimpleNamespace(
             actor_class=actor_class, remote=lambda *args, **options: Actor(*where, args, options)
-        )  # fmt: skip
+        )
 
     return decorate
 
@@ -89,7 +103,9 @@ def get(futures: Any, timeout: float | None = None) -> Any:
     return [future.result(timeout) for future in futures]
 
 
-def wait(futures: list[Future], num_returns: int = 1, timeout: float | None = None) -> tuple[list, list]:
+def wait(
+    futures: list[Future], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list, list]:
     """(done, others), ``num_returns`` done at most; returns at the first."""
     done, _ = wait_for(futures, timeout, FIRST_COMPLETED)
     ready = [future for future in futures if future in done][:num_returns]

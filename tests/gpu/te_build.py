@@ -1,8 +1,10 @@
-"""TransformerEngine on a GPU machine without a network: checks the bundle, builds its torch part, installs it.
+"""TransformerEngine on a GPU machine without a network: checks the bundle, builds its torch part,
+installs it.
 
-Call 2. What the other checks import is in ``<bundle>/te`` (``use``). What took minutes to build is in
-``<bundle>/built``: the wheel, and ``built.json`` which says for what. Bring that folder back, put it into the bundle of
-the next call, and nothing is built there.
+Call 2. What the other checks import is in ``<bundle>/te`` (``use``). What took minutes to build is
+in
+``<bundle>/built``: the wheel, and ``built.json`` which says for what. Bring that folder back, put
+it into the bundle of the next call, and nothing is built there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.gpu.bundle import ROOT, read_manifest, unpack, verify
 from tests.gpu.kit import Machine, NotHere
 
 JOBS = 16
-# the patches first, as in a run: without them TransformerEngine takes parts of another cuDNN than torch's
+# the patches first, as in a run: without them TransformerEngine takes parts of another cuDNN than
+# torch's
 _SMOKE = """
 from openrlhf_ext import patches
 patches.apply()
@@ -54,12 +57,19 @@ def build(machine: Machine) -> dict:
     """
     machine.need_gpu("TransformerEngine")
     if machine.bundle is None:
-        raise NotHere("TransformerEngine's sources come with a bundle: bash tests/gpu/bundle.sh makes it")
+        raise NotHere(
+            "TransformerEngine's sources come with a bundle: bash tests/gpu/bundle.sh makes it"
+        )
     if nvcc() is None:
-        raise NotHere("building TransformerEngine's torch part needs nvcc (on PATH or in CUDA_HOME), to know the CUDA")
+        raise NotHere(
+            "building TransformerEngine's torch part needs nvcc (on PATH or in CUDA_HOME), to "
+            "know the CUDA"
+        )
     started, deadline = time.perf_counter(), time.monotonic() + machine.seconds
     if "transformer_engine" not in read_manifest(machine.bundle):
-        raise NotHere("this is a whole bundle, without TransformerEngine: carry the other one in a later call")
+        raise NotHere(
+            "this is a whole bundle, without TransformerEngine: carry the other one in a later call"
+        )
     manifest = verify(machine.bundle)
     checked = time.perf_counter()
     wheel = built_wheel(machine.bundle)
@@ -69,21 +79,32 @@ def build(machine: Machine) -> dict:
     built = time.perf_counter()
     install(machine.bundle, wheel)
     installed = time.perf_counter()
-    found = json.loads(_run([sys.executable, "-c", _SMOKE], machine.bundle, deadline, paths(machine.bundle))[-1])
+    found = json.loads(
+        _run([sys.executable, "-c", _SMOKE], machine.bundle, deadline, paths(machine.bundle))[-1]
+    )
     if not found["linear_max_abs_difference"] < 0.1:  # of values of about 1 in bf16; also a NaN
-        raise RuntimeError(f"TransformerEngine's Linear does not compute what torch's does: {found}")
+        raise RuntimeError(
+            f"TransformerEngine's Linear does not compute what torch's does: {found}"
+        )
     if found["version"].split("+")[0] != manifest["transformer_engine"]:
-        raise RuntimeError(f"TransformerEngine {manifest['transformer_engine']} was carried, {found} is imported")
+        raise RuntimeError(
+            f"TransformerEngine {manifest['transformer_engine']} was carried, {found} is imported"
+        )
     return {
-        "checksums_seconds": checked - started, "build_seconds": built - checked, "build_reused": reused,
-        "install_seconds": installed - built, "first_use_seconds": time.perf_counter() - installed,
-        "wheel_bytes": wheel.stat().st_size, "bring_back": str(wheel.parent), **found,
-    }  # fmt: skip
+        "checksums_seconds": checked - started,
+        "build_seconds": built - checked,
+        "build_reused": reused,
+        "install_seconds": installed - built,
+        "first_use_seconds": time.perf_counter() - installed,
+        "wheel_bytes": wheel.stat().st_size,
+        "bring_back": str(wheel.parent),
+        **found,
+    }
 
 
 def use(bundle: Path | None) -> None:
-    """Lets this process and those it starts import what the bundle has; before Megatron is imported, which looks for
-    TransformerEngine only once."""
+    """Lets this process and those it starts import what the bundle has; before Megatron is
+    imported, which looks for TransformerEngine only once."""
     for path in reversed(paths(bundle)):
         if path not in sys.path:
             sys.path.insert(0, path)
@@ -97,12 +118,16 @@ def paths(bundle: Path | None) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler, where TransformerEngine's build looks for it (its build_tools/utils.py, nvcc_path)."""
+    """CUDA's compiler, where TransformerEngine's build looks for it (its build_tools/utils.py,
+    nvcc_path)."""
     places = [*filter(None, [os.environ.get("CUDA_HOME")]), "/usr/local/cuda"]
-    return shutil.which("nvcc") or next(filter(None, (shutil.which(f"{place}/bin/nvcc") for place in places)), None)
+    return shutil.which("nvcc") or next(
+        filter(None, (shutil.which(f"{place}/bin/nvcc") for place in places)), None
+    )
 
 
-# ---- the wheel ------------------------------------------------------------------------------------------------------
+# ---- the wheel
+# --------------------------------------------------------------------------------------------------
 
 
 def built_wheel(bundle: Path) -> Path | None:
@@ -129,10 +154,20 @@ def _build_wheel(bundle: Path, deadline: float) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     (sdist,) = (bundle / "transformer_engine").glob("transformer_engine_torch-*.tar.gz")
-    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--verbose",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+    ]
     jobs = str(min(JOBS, os.cpu_count() or 1))
     settings = {"MAX_JOBS": jobs, "NVTE_FRAMEWORK": "pytorch", "NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
-    # TE looks for cudnn.h and cublasLt.h in CUDA's own folder only (its build_tools/utils.py, get_cuda_include_dirs)
+    # TE looks for cudnn.h and cublasLt.h in CUDA's own folder only (its build_tools/utils.py,
+    # get_cuda_include_dirs)
     settings["CPATH"] = os.pathsep.join(
         _joined(header_folders(Path(sysconfig.get_path("purelib"))), os.environ, "CPATH")
     )
@@ -145,11 +180,16 @@ def _build_wheel(bundle: Path, deadline: float) -> Path:
 def header_folders(site_packages: Path) -> list[str]:
     """Headers in NVIDIA's wheels; the first ones of those that are there twice are torch's."""
     names = ("cu13", "cudnn", "nccl")
-    return [str(path) for name in names if (path := site_packages / "nvidia" / name / "include").is_dir()]
+    return [
+        str(path)
+        for name in names
+        if (path := site_packages / "nvidia" / name / "include").is_dir()
+    ]
 
 
 def install(bundle: Path, wheel: Path) -> None:
-    """``<bundle>/te``: TransformerEngine's Python part, its core and its torch part with what says their versions."""
+    """``<bundle>/te``: TransformerEngine's Python part, its core and its torch part with what says
+    their versions."""
     source, target = bundle / "transformer_engine", bundle / "te"
     shutil.rmtree(target, ignore_errors=True)
     unpack([*source.glob("*.whl"), wheel], target)
@@ -161,25 +201,37 @@ def install(bundle: Path, wheel: Path) -> None:
         shutil.copyfileobj(compressed, file, 1 << 20)
 
 
-# ---- commands -------------------------------------------------------------------------------------------------------
+# ---- commands
+# --------------------------------------------------------------------------------------------------
 
 
 def _run(
-    command: Sequence[str], bundle: Path, deadline: float, path: Sequence[str] = (), environment: Mapping | None = None
+    command: Sequence[str],
+    bundle: Path,
+    deadline: float,
+    path: Sequence[str] = (),
+    environment: Mapping | None = None,
 ) -> list[str]:
     """The lines that the command printed; everything is in ``<bundle>/te_build.log`` too."""
     more = {"PYTHONPATH": os.pathsep.join(_joined(path, os.environ)), **(environment or {})}
     with (bundle / "te_build.log").open("w+") as log:
         # a process group of its own: a compiler outlives the pip that started it
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | more, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=os.environ | more,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(max(1.0, min(deadline - time.monotonic(), 86_400)))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise TimeoutError(f"{' '.join(command[:4])} ... was not done in time:\n{_end(log)}") from None
+            raise TimeoutError(
+                f"{' '.join(command[:4])} ... was not done in time:\n{_end(log)}"
+            ) from None
         if code:
             raise RuntimeError(f"{' '.join(command[:4])} ... ended with {code}:\n{_end(log)}")
         log.seek(0)
@@ -191,7 +243,9 @@ def _end(log: Any) -> str:
     return log.read()[-6000:]
 
 
-def _joined(first: Sequence[str], environment: Mapping[str, str], name: str = "PYTHONPATH") -> list[str]:
+def _joined(
+    first: Sequence[str], environment: Mapping[str, str], name: str = "PYTHONPATH"
+) -> list[str]:
     """These paths, then those that the environment names and that are not among them."""
     theirs = [path for path in environment.get(name, "").split(os.pathsep) if path]
     return [*first, *(path for path in theirs if path not in first)]

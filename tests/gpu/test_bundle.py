@@ -1,4 +1,5 @@
-"""The bundle for a machine without a network: refused when it is damaged or for another machine; slimmed libraries."""
+"""The bundle for a machine without a network: refused when it is damaged or for another machine;
+slimmed libraries."""
 
 from __future__ import annotations
 
@@ -40,18 +41,24 @@ def test_a_whole_bundle_passes_also_with_files_that_came_later(made):
     manifest = verify(made)
     assert manifest["transformer_engine"] == "2.11.0"
     assert set(manifest["files"]) == {"site/package/__init__.py", "core.so.xz"}
-    assert manifest["total_bytes"] == sum((made / name).stat().st_size for name in manifest["files"])
+    assert manifest["total_bytes"] == sum(
+        (made / name).stat().st_size for name in manifest["files"]
+    )
 
 
 def test_a_changed_file_and_a_missing_one_are_named(made):
     (made / "site/package/__init__.py").write_text("VALUE = 2\n")
     (made / "core.so.xz").unlink()
-    with pytest.raises(BundleError, match=r"2 of 2 files .* among them core.so.xz, site/package/__init__.py"):
+    with pytest.raises(
+        BundleError, match=r"2 of 2 files .* among them core.so.xz, site/package/__init__.py"
+    ):
         verify(made)
 
 
 @pytest.mark.parametrize("entry, other", [("python", "3.10"), ("torch", "2.11.0+cu126")])
-def test_a_bundle_for_another_python_or_torch_is_refused_with_the_command_that_makes_the_right_one(made, entry, other):
+def test_a_bundle_for_another_python_or_torch_is_refused_with_the_command_that_makes_the_right_one(
+    made, entry, other
+):
     manifest = json.loads((made / bundles.MANIFEST).read_text())
     (made / bundles.MANIFEST).write_text(json.dumps(manifest | {entry: other}))
     with pytest.raises(BundleError, match=re.escape(f"made for {entry} {other}")) as refused:
@@ -87,7 +94,8 @@ def test_torch_must_be_a_cuda_build():
         bundles._cuda_of("2.11.0")
 
 
-# ---- the library ----------------------------------------------------------------------------------------------------
+# ---- the library
+# --------------------------------------------------------------------------------------------------
 
 CUBIN, PTX = 2, 1
 
@@ -133,7 +141,11 @@ def test_only_machine_code_of_the_kept_architecture_stays(tmp_path):
     )
     assert slim(file, {90}) == {"containers": 2, "total_bytes": 288, "kept_bytes": 144}
     after = file.read_bytes()
-    assert after == before.replace(old, bytes(72)).replace(text, bytes(72)) and new in after and only in after
+    assert (
+        after == before.replace(old, bytes(72)).replace(text, bytes(72))
+        and new in after
+        and only in after
+    )
 
 
 def test_strictly_nothing_else_stays_and_it_is_said_to_be_for_another_gpu(tmp_path):
@@ -142,7 +154,8 @@ def test_strictly_nothing_else_stays_and_it_is_said_to_be_for_another_gpu(tmp_pa
     before = library(
         file,
         container(entry(CUBIN, 90, new), entry(PTX, 90, text)),
-        container(entry(PTX, 80, text), entry(CUBIN, 75, wrong)),  # a GPU for 90 could compile the first
+        # a GPU for 90 could compile the first
+        container(entry(PTX, 80, text), entry(CUBIN, 75, wrong)),
     )
     assert slim(file, {90}, strict=True) == {"containers": 2, "total_bytes": 288, "kept_bytes": 72}
     gone = entry(PTX, 100, bytes(72)) + entry(CUBIN, 100, bytes(72))
@@ -161,8 +174,9 @@ def test_kernels_of_other_head_sizes_are_gone_and_said_to_be_for_another_gpu(tmp
     file = tmp_path / "lib.so"
     before = library(file, *(container(entry(CUBIN, 90, code)) for code in (shared, small, large)))
     assert slim_heads(file, {64}) == {
-        "total_bytes": len(shared + small + large), "kept_bytes": len(shared + small),
-    }  # fmt: skip
+        "total_bytes": len(shared + small + large),
+        "kept_bytes": len(shared + small),
+    }
     gone = entry(CUBIN, 100, bytes(len(large)))
     assert file.read_bytes() == before.replace(entry(CUBIN, 90, large), gone)
     with pytest.raises(FatbinError, match=r"no kernel for head sizes \[128\]; there are \[64\]"):
@@ -171,7 +185,8 @@ def test_kernels_of_other_head_sizes_are_gone_and_said_to_be_for_another_gpu(tmp
 
 def test_entries_that_do_not_fill_their_container_are_no_fatbin(tmp_path):
     broken = bytearray(container(entry(CUBIN, 80, bytes(64)), entry(CUBIN, 90, bytes(64))))
-    struct.pack_into("<Q", broken, 16 + 8, 1 << 20)  # the first entry says that it is larger than all
+    # the first entry says that it is larger than all
+    struct.pack_into("<Q", broken, 16 + 8, 1 << 20)
     library(tmp_path / "lib.so", bytes(broken))
     with pytest.raises(FatbinError, match="entries end at"):
         slim(tmp_path / "lib.so", {90})
@@ -186,7 +201,8 @@ def test_a_library_without_the_architecture_or_without_gpu_code_is_refused(tmp_p
         slim(tmp_path / "text", {90})
 
 
-# ---- installing what was built --------------------------------------------------------------------------------------
+# ---- installing what was built
+# --------------------------------------------------------------------------------------
 
 
 def wheel(path: Path, name: str, text: str) -> Path:
@@ -212,19 +228,34 @@ def test_what_is_built_is_put_together_and_found_by_processes(tmp_path, monkeypa
     (core / "te_core-1.0.dist-info").mkdir(parents=True)
     (core / "te_core-1.0.dist-info/METADATA").write_text("Name: te-core\nVersion: 1.0\n")
     (core / "core.so.xz").write_bytes(lzma.compress(b"the core"))
-    wheel(source / "transformer_engine-1.0-py3-none-any.whl", "transformer_engine/__init__.py", "VALUE = 7\n")
+    wheel(
+        source / "transformer_engine-1.0-py3-none-any.whl",
+        "transformer_engine/__init__.py",
+        "VALUE = 7\n",
+    )
     (tmp_path / "built").mkdir()
-    built = wheel(tmp_path / "built/transformer_engine_torch-1.0.whl", "transformer_engine_torch.so", "compiled")
+    built = wheel(
+        tmp_path / "built/transformer_engine_torch-1.0.whl",
+        "transformer_engine_torch.so",
+        "compiled",
+    )
     te_build.install(tmp_path, built)
     te = tmp_path / "te"
-    assert (te / "transformer_engine/wheel_lib/libtransformer_engine.so").read_bytes() == b"the core"
-    assert (te / "transformer_engine_torch.so").exists() and (te / "te_core-1.0.dist-info/METADATA").exists()
+    assert (
+        te / "transformer_engine/wheel_lib/libtransformer_engine.so"
+    ).read_bytes() == b"the core"
+    assert (te / "transformer_engine_torch.so").exists() and (
+        te / "te_core-1.0.dist-info/METADATA"
+    ).exists()
 
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setattr(sys, "path", list(sys.path))
     te_build.use(tmp_path)
     assert sys.path[0] == str(te)
-    code = "import transformer_engine as te, importlib.metadata as m; print(te.VALUE, m.version('te-core'))"
+    code = (
+        "import transformer_engine as te, importlib.metadata as m; print(te.VALUE, "
+        "m.version('te-core'))"
+    )
     lines = te_build._run([sys.executable, "-c", code], tmp_path, float("inf"))
     assert lines == ["7 1.0"]
 
@@ -233,7 +264,10 @@ def test_a_wheel_is_used_again_only_where_it_was_built_for(tmp_path):
     (tmp_path / "built").mkdir()
     built = wheel(tmp_path / "built/te.whl", "a.so", "compiled")
     record = te_build._record(built)
-    assert record["sha256"] == hashlib.sha256(built.read_bytes()).hexdigest() and record["python"] == HERE
+    assert (
+        record["sha256"] == hashlib.sha256(built.read_bytes()).hexdigest()
+        and record["python"] == HERE
+    )
     assert te_build.built_wheel(tmp_path) is None
     for changed, found in [({}, built), ({"torch": "2.9.0+cu130"}, None), ({"sha256": "0"}, None)]:
         (tmp_path / "built/built.json").write_text(json.dumps(record | changed))
@@ -242,7 +276,9 @@ def test_a_wheel_is_used_again_only_where_it_was_built_for(tmp_path):
 
 def test_a_build_that_fails_or_takes_too_long_says_so_with_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="ended with 3:\nno cudnn.h"):
-        te_build._run([sys.executable, "-c", "print('no cudnn.h'); exit(3)"], tmp_path, float("inf"))
+        te_build._run(
+            [sys.executable, "-c", "print('no cudnn.h'); exit(3)"], tmp_path, float("inf")
+        )
     with pytest.raises(TimeoutError, match="not done in time"):
         te_build._run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, 0.0)
 
@@ -250,4 +286,7 @@ def test_a_build_that_fails_or_takes_too_long_says_so_with_its_log(tmp_path):
 def test_headers_of_nvidias_wheels(tmp_path):
     for name in ("cudnn", "cu13", "other"):
         (tmp_path / "nvidia" / name / "include").mkdir(parents=True)
-    assert [Path(path).parent.name for path in te_build.header_folders(tmp_path)] == ["cu13", "cudnn"]
+    assert [Path(path).parent.name for path in te_build.header_folders(tmp_path)] == [
+        "cu13",
+        "cudnn",
+    ]

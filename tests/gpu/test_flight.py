@@ -1,5 +1,5 @@
-"""Calls 5 and 6 on a CPU, as far as a minute goes: an engine alone, and what becomes of a run whose time is up. The
-whole rehearsal is ``bash tests/gpu/run.sh --call 5``, and ``--call 6``."""
+"""Calls 5 and 6 on a CPU, as far as a minute goes: an engine alone, and what becomes of a run whose
+time is up. The whole rehearsal is ``bash tests/gpu/run.sh --call 5``, and ``--call 6``."""
 
 from __future__ import annotations
 
@@ -32,19 +32,29 @@ def test_an_engine_alone_and_a_run(tmp_path: Path) -> None:
     text, _ = process.communicate(timeout=2 * PATIENCE_S)
     assert process.returncode == 0, text
     engine, run = (check["measured"] for check in json.loads(output.read_text())["checks"].values())
-    assert engine["attention"] == "CPU_ATTN" and engine["runner"] == "vllm.v1.worker.cpu_model_runner"
+    assert (
+        engine["attention"] == "CPU_ATTN" and engine["runner"] == "vllm.v1.worker.cpu_model_runner"
+    )
     assert all(engine["same_tokens"].values()) and engine["tokens_per_second"] > 0
     assert "Model Runner V2" in engine["not_touched"] and "CUDA IPC" in run["not_touched"]
-    assert run["offload/freed_mib"] > 0 and run["weight_sync/bytes"] > 1 << 20 and len(run["step_seconds"]) == 3
+    assert (
+        run["offload/freed_mib"] > 0
+        and run["weight_sync/bytes"] > 1 << 20
+        and len(run["step_seconds"]) == 3
+    )
     kept = zipfile.ZipFile(logs / "flight.zip").namelist()
     assert {"base/base/log", "base/base/metrics.jsonl", "base/base/events.jsonl"} <= set(kept)
     assert any(name.startswith("base/base/ray/") for name in kept), kept
 
 
 _RECORD = {
-    "step": 1, "kl/rollout": 1e-4, "weight_sync/probe_diff": 1e-2, "offload/freed_mib": 5.0, "grad_norm": 0.1,
+    "step": 1,
+    "kl/rollout": 1e-4,
+    "weight_sync/probe_diff": 1e-2,
+    "offload/freed_mib": 5.0,
+    "grad_norm": 0.1,
     "throughput/tokens_per_second": 100.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,9 @@ def test_a_run_without_the_proofs_has_failed(
         "import json, pathlib, sys\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--ckpt.output_dir') + 1])\n"
         "out.mkdir()\n"
-        f"(out / 'metrics.jsonl').write_text(json.dumps({record!r}) + chr(10))\n".replace("nan", "float('nan')")
+        f"(out / 'metrics.jsonl').write_text(json.dumps({record!r}) + chr(10))\n".replace(
+            "nan", "float('nan')"
+        )
         + f"print({says!r})\nsys.exit({code})\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -83,8 +95,12 @@ def test_a_run_without_the_proofs_has_failed(
                 runs.run("bad", module="stand_in")
 
 
-def test_a_run_whose_time_is_up_leaves_its_log_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stand_in.py").write_text("import time\nprint('here it hangs', flush=True)\ntime.sleep(3600)\n")
+def test_a_run_whose_time_is_up_leaves_its_log_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stand_in.py").write_text(
+        "import time\nprint('here it hangs', flush=True)\ntime.sleep(3600)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("OUT", str(tmp_path))
 

@@ -1,4 +1,5 @@
-"""The checks of calls 2 and 3 on a CPU: what they share with a GPU works, and they fail when something is wrong."""
+"""The checks of calls 2 and 3 on a CPU: what they share with a GPU works, and they fail when
+something is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def test_plain_layers_agree_with_themselves_in_every_mode():
     assert set(measured) == {"head size 64", "head size 128"}
     for modes in measured.values():
         assert len(modes) == 6
-        assert all(0 < found["gradient_relative"] < 1e-5 for found in modes.values()), "another order of addition"
+        assert all(0 < found["gradient_relative"] < 1e-5 for found in modes.values()), (
+            "another order of addition"
+        )
 
 
 def test_mixtures_agree_with_themselves_in_every_mode():
@@ -36,15 +39,22 @@ def test_another_weight_a_nan_and_a_wrong_recompute_are_differences():
         batch, loss = policies.random_batch([(3, 9), (1, 5)], model.vocab_size)
         policy = policies.random_policy(model, "fp32")
         reference = policies.outcome(policy, batch, loss)
-        assert reference.gradients.keys() >= {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"}
+        assert reference.gradients.keys() >= {
+            "model.embed_tokens.weight",
+            "model.layers.1.self_attn.k_proj.bias",
+        }
         same = policies.outcome(policies.random_policy(model, "fp32", plain=True), batch, loss)
-        assert policies.differences(same, reference)["logprob_max_abs_nats"] == 0.0, "the name decides the weights"
+        assert policies.differences(same, reference)["logprob_max_abs_nats"] == 0.0, (
+            "the name decides the weights"
+        )
         policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data.mul_(1.001)
         other = policies.differences(policies.outcome(policy, batch, loss), reference)
         with pytest.raises(AssertionError, match="here: .*gradient_relative is"):
             policies.require(other, policies.EXACT, "here")
         worst = reference.gradients["model.norm.weight"]
-        broken = policies.Outcome(reference.logprobs_N, reference.gradients | {"model.norm.weight": worst * math.nan})
+        broken = policies.Outcome(
+            reference.logprobs_N, reference.gradients | {"model.norm.weight": worst * math.nan}
+        )
         found = policies.differences(broken, reference)
         assert found["worst_gradient"] == "model.norm.weight"
         with pytest.raises(AssertionError, match="is nan"):
@@ -73,7 +83,9 @@ def test_adams_states_pass_through_with_the_same_bits(monkeypatch):
     monkeypatch.setattr(host_optimizer, "_BLOCK", 10**9)
     update = host_optimizer.HostOptimizer._update
     monkeypatch.setattr(
-        host_optimizer.HostOptimizer, "_update", lambda self, group, *rest: update(self, {**group, "lr": 2e-2}, *rest)
+        host_optimizer.HostOptimizer,
+        "_update",
+        lambda self, group, *rest: update(self, {**group, "lr": 2e-2}, *rest),
     )
     with pytest.raises(AssertionError, match="master differs from Adam on the device"):
         memory.streaming(CPU)
@@ -85,7 +97,9 @@ def test_adam_is_its_formula_and_another_one_is_not(monkeypatch):
     adam = layers.adam
 
     def without_decay(weight, mean, square, gradient, step, settings):
-        return adam(*(values.view(-1) for values in (weight, mean, square, gradient)), step, settings)
+        return adam(
+            *(values.view(-1) for values in (weight, mean, square, gradient)), step, settings
+        )
 
     monkeypatch.setattr(layers, "adam", without_decay)
     with pytest.raises(AssertionError, match="is not its formula"):
@@ -123,15 +137,20 @@ def test_where_the_time_goes_and_what_travels():
     profile = size.profiles(CPU)["256 tokens"]
     for part in ("forward_backward", "logprobs"):
         groups = profile[part]["groups"]
-        assert profile[part]["seconds"] == pytest.approx(sum(groups.values())) and {"products", "attention"} <= set(
-            groups
-        )
+        assert profile[part]["seconds"] == pytest.approx(sum(groups.values())) and {
+            "products",
+            "attention",
+        } <= set(groups)
     assert profile["logprobs"]["attention"]["transformer_engine"] is None
     assert any("attention" in name for name in profile["logprobs"]["attention"]["kernels"])
     measured = size.host_memory(CPU)
     # bf16 weights, fp32 masters and two moments: 2 + 12 bytes; gradients do not travel
     assert measured["travelled_bytes"] == pytest.approx(14 * measured["parameters"], rel=0.01)
-    assert layers.waits(CPU) == {"mode": "none on a CPU", "all weights": "plain", "adapters": "plain"}
+    assert layers.waits(CPU) == {
+        "mode": "none on a CPU",
+        "all weights": "plain",
+        "adapters": "plain",
+    }
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,10 @@ def test_where_the_time_goes_and_what_travels():
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128", "attention"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128",
+            "attention",
+        ),
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
         ("_statistics_kernel", "head"),
         ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel", "norms"),
@@ -163,7 +185,9 @@ def test_the_rank_of_the_32b_recipe_in_small(monkeypatch):
     assert measured["not_measured"] == [] and "mfu" not in measured[cells[0]]
     predicted = {kind: found["predicted_bytes"] for kind, found in measured["states"].items()}
     monkeypatch.setattr(
-        size, "_predicted_bytes", lambda machine: predicted | {"optimizer": predicted["parameters"] * 4}
+        size,
+        "_predicted_bytes",
+        lambda machine: predicted | {"optimizer": predicted["parameters"] * 4},
     )
     with pytest.raises(AssertionError, match="optimizer take .* were predicted"):
         size.memory_and_mfu(CPU)

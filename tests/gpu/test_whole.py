@@ -1,7 +1,9 @@
-"""The bundle of a whole run: what a GPU machine says of one that is not for it, unpacks once, and finds in it.
+"""The bundle of a whole run: what a GPU machine says of one that is not for it, unpacks once, and
+finds in it.
 
-`bash tests/run.sh -m whole_bundle` makes a real one. A Python 3.12 with the machine's torch, named by
-OPENRLHF_EXT_GPU_PYTHON, then loads vLLM's extensions and imports an engine's modules, without a GPU.
+`bash tests/run.sh -m whole_bundle` makes a real one. A Python 3.12 with the machine's torch, named
+by OPENRLHF_EXT_GPU_PYTHON, then loads vLLM's extensions and imports an engine's modules, without a
+GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +33,14 @@ LOCK = (ROOT / "requirements/gpu.lock").read_text().splitlines()
 
 
 def bundle(folder: Path, text: str = "VALUE = 1\n", **other: Any) -> Path:
-    """A whole bundle of one module and a toy, for this Python, this torch and a GPU of compute capability 9.0."""
+    """A whole bundle of one module and a toy, for this Python, this torch and a GPU of compute
+    capability 9.0."""
     source = folder.with_name("source")
-    for name, content in {"site/module.py": text, "toy/start/config.json": "{}", "toy/data/train.jsonl": ""}.items():
+    for name, content in {
+        "site/module.py": text,
+        "toy/start/config.json": "{}",
+        "toy/data/train.jsonl": "",
+    }.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
     folder.mkdir()
@@ -42,9 +49,11 @@ def bundle(folder: Path, text: str = "VALUE = 1\n", **other: Any) -> Path:
         patch.setattr(make, "PART_BYTES", 200)
         make._pack(source, folder)
     facts = {
-        "kind": bundles.WHOLE_KIND, "packages": {name: bundles.pinned(name) for name in WHOLE}, "architectures": (90,),
+        "kind": bundles.WHOLE_KIND,
+        "packages": {name: bundles.pinned(name) for name in WHOLE},
+        "architectures": (90,),
         "host": ["json", "google.protobuf"],
-    }  # fmt: skip
+    }
     write_manifest(folder, HERE, torch.__version__, **(facts | other))
     shutil.rmtree(source)
     return folder
@@ -74,21 +83,38 @@ def change(carried: Path, **facts: Any) -> None:
 
 BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Any], str]] = {
     "versions": (
-        lambda carried, patch: change(carried, packages=read_manifest(carried)["packages"] | {"vllm": "0.28.0"}),
-        f"other versions than requirements/gpu.lock .*: vllm 0.28.0 instead of {bundles.pinned('vllm')}",
+        lambda carried, patch: change(
+            carried, packages=read_manifest(carried)["packages"] | {"vllm": "0.28.0"}
+        ),
+        "other versions than requirements/gpu.lock .*: vllm 0.28.0 instead of "
+        f"{bundles.pinned('vllm')}",
     ),
     "a package less": (
-        lambda carried, patch: change(carried, packages={"x": "1", **read_manifest(carried)["packages"]}),
+        lambda carried, patch: change(
+            carried, packages={"x": "1", **read_manifest(carried)["packages"]}
+        ),
         "x 1 instead of none",
     ),
-    "part missing": (lambda carried, patch: (carried / "part-01").unlink(), r"1 of \d files .* among them part-01"),
+    "part missing": (
+        lambda carried, patch: (carried / "part-01").unlink(),
+        r"1 of \d files .* among them part-01",
+    ),
     "part damaged": (
         lambda carried, patch: (carried / "part-00").write_bytes(b"x" * 200),
         r"1 of \d files .* among them part-00",
     ),
-    "manifest damaged": (lambda carried, patch: (carried / "manifest.json").write_text('{"kind": '), "is no bundle"),
-    "manifest missing": (lambda carried, patch: (carried / "manifest.json").unlink(), "is no bundle"),
-    "python": (lambda carried, patch: change(carried, python="3.10"), f"for Python 3.10, .* --python {HERE}"),
+    "manifest damaged": (
+        lambda carried, patch: (carried / "manifest.json").write_text('{"kind": '),
+        "is no bundle",
+    ),
+    "manifest missing": (
+        lambda carried, patch: (carried / "manifest.json").unlink(),
+        "is no bundle",
+    ),
+    "python": (
+        lambda carried, patch: change(carried, python="3.10"),
+        f"for Python 3.10, .* --python {HERE}",
+    ),
     "torch": (
         lambda carried, patch: change(carried, torch="2.9.0+cu128"),
         f"for torch 2.9.0.*--torch {re.escape(torch.__version__)}",
@@ -97,14 +123,26 @@ BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Any], str]] = {
         lambda carried, patch: patch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0)),
         "compute capability 9.0, NVIDIA A100 has 8.0",
     ),
-    "no gpu": (lambda carried, patch: patch.setattr(torch.cuda, "is_available", lambda: False), "sees no GPU"),
-    "shm": (lambda carried, patch: patch.setattr(here, "SHM_BYTES", 1 << 60), r"/dev/shm has \d+ MiB free"),
+    "no gpu": (
+        lambda carried, patch: patch.setattr(torch.cuda, "is_available", lambda: False),
+        "sees no GPU",
+    ),
+    "shm": (
+        lambda carried, patch: patch.setattr(here, "SHM_BYTES", 1 << 60),
+        r"/dev/shm has \d+ MiB free",
+    ),
     "no shm": (
-        lambda carried, patch: (patch.setattr(here, "SHM", Path("/no")), patch.setattr(here, "SHM_BYTES", 1)),
+        lambda carried, patch: (
+            patch.setattr(here, "SHM", Path("/no")),
+            patch.setattr(here, "SHM_BYTES", 1),
+        ),
         "/no has 0 MiB free",
     ),
     "compiler": (lambda carried, patch: patch.setenv("PATH", "/nowhere"), "neither gcc nor clang"),
-    "compiler by name": (lambda carried, patch: patch.setenv("CC", "no-such-cc"), r"there is no no-such-cc \(CC\)"),
+    "compiler by name": (
+        lambda carried, patch: patch.setenv("CC", "no-such-cc"),
+        r"there is no no-such-cc \(CC\)",
+    ),
     "headers": (
         lambda carried, patch: patch.setattr(here.sysconfig, "get_path", lambda *_: "/no/include"),
         "there is no /no/include/Python.h",
@@ -121,7 +159,9 @@ BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_is_wrong_is_named_in_one_line_before_anything_is_unpacked(name, carried, monkeypatch, capsys):
+def test_what_is_wrong_is_named_in_one_line_before_anything_is_unpacked(
+    name, carried, monkeypatch, capsys
+):
     wreck, expected = BREAKS[name]
     wreck(carried, monkeypatch)
     code, lines = said(capsys, carried)
@@ -154,10 +194,14 @@ def test_it_is_unpacked_once_and_again_when_it_is_another(carried, capsys, tmp_p
 
     other = bundle(tmp_path / "other", "VALUE = 2\n")
     assert here.main([str(other)]) == 0 and not (target / "site/mark").exists()
-    assert (target / "site/module.py").read_text() == "VALUE = 2\n" and not (tmp_path / "unpacked.new").exists()
+    assert (target / "site/module.py").read_text() == "VALUE = 2\n" and not (
+        tmp_path / "unpacked.new"
+    ).exists()
 
 
-def test_a_module_that_cannot_be_compiled_is_named_and_nothing_is_left_for_a_bundle(carried, capsys, tmp_path):
+def test_a_module_that_cannot_be_compiled_is_named_and_nothing_is_left_for_a_bundle(
+    carried, capsys, tmp_path
+):
     code, lines = said(capsys, bundle(tmp_path / "broken", "def ("))
     assert code == 1 and "cannot compile" in lines[0] and any("module.py" in line for line in lines)
     assert not (tmp_path / "unpacked").exists()
@@ -182,16 +226,26 @@ def test_a_command_of_the_kit_unpacks_it_and_has_all_in_its_environment(tmp_path
     python.chmod(0o755)
     show = "import module, os, json; print(json.dumps([module.__file__, dict(os.environ)]))"
     line = f'source tests/gpu/environment.sh "$@"; "$python" -c \'{show}\''
-    environment = {"PYTHON": str(python), "CLAIM": _CLAIMING_A_GPU, "OPENRLHF_EXT_SITE": str(target)}
+    environment = {
+        "PYTHON": str(python),
+        "CLAIM": _CLAIMING_A_GPU,
+        "OPENRLHF_EXT_SITE": str(target),
+    }
     environment |= {"NVTE_CUDA_INCLUDE_DIR": "/no", "CUDNN_HOME": "/no"}  # else it looks for them
     done = subprocess.run(
-        ["bash", "-c", line, "run.sh", "--bundle", str(folder)], cwd=ROOT, env=os.environ | environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["bash", "-c", line, "run.sh", "--bundle", str(folder)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     module, found = json.loads(done.stdout)
     assert module == str(target / "site/module.py") and "unpacked in" in done.stderr
-    assert found["OPENRLHF_EXT_TOY"] == str(target / "toy") and (target / "toy/start/config.json").exists()
+    assert (
+        found["OPENRLHF_EXT_TOY"] == str(target / "toy")
+        and (target / "toy/start/config.json").exists()
+    )
     assert found["PYTHONPATH"].split(":")[:2] == [str(ROOT), str(target / "site")]
     for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_USE_DEEP_GEMM", "RAY_USAGE_STATS_ENABLED"):
         assert found[name] == "0"
@@ -201,18 +255,34 @@ def test_a_command_of_the_kit_ends_where_a_bundle_cannot_be_used(tmp_path):
     folder = bundle(tmp_path / "carried")
     (folder / "manifest.json").unlink()  # its parts tell what it was to be
     done = subprocess.run(
-        ["bash", "tests/gpu/run.sh", "--bundle", str(folder), "--output", str(tmp_path / "gpu.json")], cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1 and re.fullmatch(r"tests/gpu/run.sh: .* is no bundle .*\n", done.stderr), done.stderr
+        [
+            "bash",
+            "tests/gpu/run.sh",
+            "--bundle",
+            str(folder),
+            "--output",
+            str(tmp_path / "gpu.json"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and re.fullmatch(
+        r"tests/gpu/run.sh: .* is no bundle .*\n", done.stderr
+    ), done.stderr
     assert not (tmp_path / "gpu.json").exists()
 
 
-# ---- what is in it --------------------------------------------------------------------------------------------------
+# ---- what is in it
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_package_is_in_the_lock_and_none_is_there_twice():
-    for name in (*WHOLE, *({"openai_harmony": "oss-harmony"}.get(name, name) for name in bundles.STAND_INS)):
+    for name in (
+        *WHOLE,
+        *({"openai_harmony": "oss-harmony"}.get(name, name) for name in bundles.STAND_INS),
+    ):
         assert f"{name}=={bundles.pinned(name)}" in LOCK, name
     names = [*WHOLE, *bundles.STAND_INS, *bundles.OF_THE_HOST]
     assert len(names) == len(set(names))
@@ -240,7 +310,10 @@ def test_stand_ins_have_every_name_and_do_nothing(tmp_path):
         except NotImplementedError as error:
             print(error)
     """
-    assert python(code, tmp_path) == "render of openai_harmony, for which this bundle has only a stand-in"
+    assert (
+        python(code, tmp_path)
+        == "render of openai_harmony, for which this bundle has only a stand-in"
+    )
 
 
 def fake_torch(folder: Path, version: str, argument: str) -> None:
@@ -273,7 +346,8 @@ print(error, varlen.varlen_attn(7, enable_gqa=True))
 
 @pytest.mark.parametrize("way", ["every process of a whole bundle", "a check"])
 @pytest.mark.parametrize(
-    "version, argument, expected", [("2.11.0+cu130", "", "None 7"), ("2.13.0", ", enable_gqa=False", "TypeError 7")]
+    "version, argument, expected",
+    [("2.11.0+cu130", "", "None 7"), ("2.13.0", ", enable_gqa=False", "TypeError 7")],
 )
 def test_what_torch_lacks_is_added_once_it_is_imported(way, version, argument, expected, tmp_path):
     fake_torch(tmp_path, version, argument)
@@ -286,7 +360,9 @@ def test_what_torch_lacks_is_added_once_it_is_imported(way, version, argument, e
 
 def compiled(path: Path, source: str) -> Path:
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(path)], input=source.encode(), check=True
+        ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(path)],
+        input=source.encode(),
+        check=True,
     )
     return path
 
@@ -340,7 +416,9 @@ def with_ops(tmp_path) -> Path:
         ("vllm/_moe_C.so", {"_moe_C": "models/"}, "name 1 ops "),
     ],
 )
-def test_ops_of_a_library_that_is_left_out_are_named(left_out, excused, lost, with_ops, monkeypatch):
+def test_ops_of_a_library_that_is_left_out_are_named(
+    left_out, excused, lost, with_ops, monkeypatch
+):
     monkeypatch.setattr(make, "_LEFT_OUT", {left_out: ""})
     monkeypatch.setattr(make, "_NOT_CALLED", excused)
     with pytest.raises(BundleError, match=lost) if lost else contextlib.nullcontext():
@@ -348,8 +426,11 @@ def test_ops_of_a_library_that_is_left_out_are_named(left_out, excused, lost, wi
 
 
 def test_torchs_symbols_are_read_from_its_wheel_once(tmp_path, monkeypatch):
-    library = compiled(tmp_path / "libtorch_cpu.so", "void *memcpy(void *, void *, long);"
-        "void torch_there(char *a, char *b, long n) { memcpy(a, b, n); }")  # fmt: skip
+    library = compiled(
+        tmp_path / "libtorch_cpu.so",
+        "void *memcpy(void *, void *, long);"
+        "void torch_there(char *a, char *b, long n) { memcpy(a, b, n); }",
+    )
     downloads = []
 
     def download(folder: Path, *arguments: str) -> None:

@@ -1,9 +1,10 @@
-"""A real whole bundle, made, unpacked, compiled and imported: `bash tests/run.sh -m whole_bundle` (half an hour of
-downloads and compression on two busy cores, five minutes on idle ones).
+"""A real whole bundle, made, unpacked, compiled and imported: `bash tests/run.sh -m whole_bundle`
+(half an hour of downloads and compression on two busy cores, five minutes on idle ones).
 
-What links against torch with CUDA, or is compiled for Python 3.12, needs another Python than this one:
-OPENRLHF_EXT_GPU_PYTHON names one that has what the GPU machine has (torch 2.11.0 of the package index is 2.11.0+cu130),
-but no GPU.
+What links against torch with CUDA, or is compiled for Python 3.12, needs another Python than this
+one:
+OPENRLHF_EXT_GPU_PYTHON names one that has what the GPU machine has (torch 2.11.0 of the package
+index is 2.11.0+cu130), but no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.gpu.whole import here, make, symbols
 pytestmark = [pytest.mark.whole_bundle, pytest.mark.slow]
 GPU_PYTHON = os.environ.get("OPENRLHF_EXT_GPU_PYTHON")
 needs_gpu_python = pytest.mark.skipif(
-    GPU_PYTHON is None, reason="OPENRLHF_EXT_GPU_PYTHON names no Python 3.12 with torch 2.11.0+cu130"
+    GPU_PYTHON is None,
+    reason="OPENRLHF_EXT_GPU_PYTHON names no Python 3.12 with torch 2.11.0+cu130",
 )
 
 
@@ -38,7 +40,8 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(made) -> Path:
-    """By the Python of the machine, if it is at hand, else by this one: either compiles every module."""
+    """By the Python of the machine, if it is at hand, else by this one: either compiles every
+    module."""
     target = made.with_name("unpacked")
     code = """if True:
         import sys; from pathlib import Path
@@ -61,16 +64,21 @@ def test_it_can_be_carried(made):
 def test_everything_is_there_as_its_wheel_says(unpacked):
     assert here.is_unpacked(unpacked.with_name("bundle"), unpacked)
     assert os.access(unpacked / "site/ray/core/src/ray/raylet/raylet", os.X_OK)
-    assert (unpacked / "toy/start/model.safetensors").is_file() and (unpacked / "toy/data/train.jsonl").is_file()
+    assert (unpacked / "toy/start/model.safetensors").is_file() and (
+        unpacked / "toy/data/train.jsonl"
+    ).is_file()
     assert all(any((unpacked / "site" / name).glob("__init__.py")) for name in bundles.STAND_INS)
 
 
 def test_no_extension_lacks_a_symbol_and_each_is_of_torchs_stable_interface(unpacked):
     default = bundles._parse(["--whole"])
     known = symbols.symbols_of_torch(default.python, default.torch, "13.0", default.cache)
-    found = {path.name: symbols.missing(path, known) for path in (unpacked / "site/vllm").rglob("*.so")}
+    found = {
+        path.name: symbols.missing(path, known) for path in (unpacked / "site/vllm").rglob("*.so")
+    }
     assert len(found) == 6 and not any(found.values()), found
-    newest = {"GLIBC_9", "GLIBCXX_9", "CXXABI_9", "GCC_9"}  # nothing of torch: what the test above looked up
+    # nothing of torch: what the test above looked up
+    newest = {"GLIBC_9", "GLIBCXX_9", "CXXABI_9", "GCC_9"}
     (kernels,) = (unpacked / "site/vllm").glob("_C_stable*.so")
     assert "aoti_torch_get_data_ptr" in symbols.missing(kernels, newest)
 
@@ -84,11 +92,19 @@ import xgrammar, openai_harmony, vllm
 print(json.dumps([module.__file__ for module in (vllm, xgrammar, openai_harmony)]))
 """
 MODULES = (
-    "vllm.v1.engine.core", "vllm.v1.engine.async_llm", "vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker",
-    "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.qwen2",
-    "vllm.v1.structured_output.backend_xgrammar", "vllm.v1.structured_output.backend_guidance",
-    "vllm.lora.model_manager", "vllm.v1.core.sched.async_scheduler", "vllm.v1.sample.sampler",
-)  # fmt: skip
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.qwen2",
+    "vllm.v1.structured_output.backend_xgrammar",
+    "vllm.v1.structured_output.backend_guidance",
+    "vllm.lora.model_manager",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.sample.sampler",
+)
 ON_CUDA = (
     "vllm.v1.attention.backends.flash_attn", "vllm.v1.attention.backends.triton_attn", "vllm.device_allocator.cumem",
     "vllm.lora.punica_wrapper.punica_gpu", "vllm.lora.ops.triton_ops", "vllm.model_executor.kernels.linear",
@@ -103,13 +119,20 @@ def test_vllms_python_is_imported_with_stand_ins_by_this_python_too(unpacked, tm
     """Over this environment's packages: what is compiled in site/ is for Python 3.12."""
     for name in ("vllm", *bundles.STAND_INS, "sitecustomize.py"):
         (tmp_path / name).symlink_to(unpacked / "site" / name)
-    own = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    own = {
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     command = [sys.executable, "-c", _PURE, *MODULES]
-    done = subprocess.run(command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True
+    )
     assert all(path.startswith(str(tmp_path)) for path in json.loads(done.stdout.splitlines()[-1]))
 
 
-# ---- with the machine's torch, without a GPU ------------------------------------------------------------------------
+# ---- with the machine's torch, without a GPU
+# ------------------------------------------------------------------------
 
 _EXTENSIONS = """
 import json, sys, torch
@@ -184,8 +207,12 @@ def libcuda(unpacked, tmp_path_factory) -> Path:
     """A folder with a driver that has all names and no device."""
     names = {"cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuGetProcAddress"}
     for library in (unpacked / "site/vllm").rglob("*.so"):
-        names |= {symbol for symbol in symbols._undefined(library) if symbols._ELSEWHERE.match(symbol)}
-    source = "\n".join(f"int {name}() {{ return 100; }}" for name in sorted(names) if not name.startswith("cublas"))
+        names |= {
+            symbol for symbol in symbols._undefined(library) if symbols._ELSEWHERE.match(symbol)
+        }
+    source = "\n".join(
+        f"int {name}() {{ return 100; }}" for name in sorted(names) if not name.startswith("cublas")
+    )
     return compiled(tmp_path_factory.mktemp("driver") / "libcuda.so.1", source).parent
 
 
@@ -193,23 +220,36 @@ def of_the_machine(unpacked: Path, libcuda: Path, code: str, *arguments: str) ->
     """The last line that the machine's Python prints."""
     assert GPU_PYTHON is not None
     own = {
-        "PYTHONPATH": f"{ROOT}:{unpacked / 'site'}", "LD_LIBRARY_PATH": str(libcuda), "VLLM_USE_DEEP_GEMM": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1",
-    }  # fmt: skip
+        "PYTHONPATH": f"{ROOT}:{unpacked / 'site'}",
+        "LD_LIBRARY_PATH": str(libcuda),
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     command = [GPU_PYTHON, "-c", code, *arguments]
-    done = subprocess.run(command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True
+    )
     return done.stdout.splitlines()[-1]
 
 
 @needs_gpu_python
 def test_extensions_load_in_the_machines_torch(unpacked, libcuda):
     libraries = map(str, (unpacked / "site/vllm").rglob("*.so"))
-    assert json.loads(of_the_machine(unpacked, libcuda, _EXTENSIONS, *libraries)) == [107, True, True, True]
+    assert json.loads(of_the_machine(unpacked, libcuda, _EXTENSIONS, *libraries)) == [
+        107,
+        True,
+        True,
+        True,
+    ]
 
 
 @needs_gpu_python
 def test_an_engines_modules_are_imported_as_on_an_h100(unpacked, libcuda):
-    files = json.loads(of_the_machine(unpacked, libcuda, _NVML_WITH_ONE_H100 + _PURE, *MODULES, *ON_CUDA))
+    files = json.loads(
+        of_the_machine(unpacked, libcuda, _NVML_WITH_ONE_H100 + _PURE, *MODULES, *ON_CUDA)
+    )
     assert all(path.startswith(str(unpacked / "site")) for path in files)
 
 

@@ -1,7 +1,7 @@
 """Weights on their way to other processes: CUDA IPC, NCCL, and the checksums that prove them.
 
-Engines are processes without a model (``tests.rollout.updates.FakeEngine``). On a CPU shared host memory stands in for
-CUDA IPC, and gloo for NCCL; the protocol is the same.
+Engines are processes without a model (``tests.rollout.updates.FakeEngine``). On a CPU shared host
+memory stands in for CUDA IPC, and gloo for NCCL; the protocol is the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync import plan as plan_module
-from openrlhf_ext.rollout.sync.base import GO, YES, EngineFailed, Link, Staging, WeightSyncError, WeightTransferFailed
+from openrlhf_ext.rollout.sync.base import (
+    GO,
+    YES,
+    EngineFailed,
+    Link,
+    Staging,
+    WeightSyncError,
+    WeightTransferFailed,
+)
 from openrlhf_ext.rollout.sync.plan import bit_sum, words
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import WeightReceiver, send_stream
@@ -59,11 +67,13 @@ def _ipc_name() -> str:
     return "cuda_ipc" if torch.cuda.is_available() else "tests.rollout.host_ipc"
 
 
-# ---- CUDA IPC -------------------------------------------------------------------------------------------------------
+# ---- CUDA IPC
+# --------------------------------------------------------------------------------------------------
 
 
 def ipc(machine: Machine) -> dict[str, Any]:
-    """Two engines get every version, also after one that was void; one that dies is named; speed."""
+    """Two engines get every version, also after one that was void; one that dies is named;
+    speed."""
     engines = ready(FakeEngine.remote(), FakeEngine.remote())
     sender = sender_to(engines, _ipc_name(), _TIMEOUT_S)
     for version in (1, 2):
@@ -98,13 +108,16 @@ def _speed(engines: list[Any], machine: Machine, sums: bool = True) -> float:
     """GB/s of an update of many buckets, filled from the device.
 
     Args:
-        sums: the sender sums up what it sends, every engine what it holds, and the sender compares; otherwise nobody
+        sums: the sender sums up what it sends, every engine what it holds, and the sender compares;
+        otherwise nobody
             does, which no run can ask for.
     """
     rows, count = (4096, 64) if machine.on_gpu else (256, 8)  # 4096 x 8192 bf16 is 64 MiB
     for engine in engines:
         engine.behave.remote("good" if sums else "no sums").result(_TIMEOUT_S)
-    tensors = {f"w{i}": torch.randn(rows, 8192, device=machine.device).bfloat16() for i in range(count)}
+    tensors = {
+        f"w{i}": torch.randn(rows, 8192, device=machine.device).bfloat16() for i in range(count)
+    }
     big = plan_of(tensors, 256 << 20)
     staging = find_transport(_ipc_name()).staging(big, [[0]], _TIMEOUT_S)
     sender = WeightSender(_ipc_name(), big, staging, engines, 1, 3 * _TIMEOUT_S)
@@ -121,7 +134,8 @@ def _no_sums(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def killed_sender(machine: Machine) -> dict[str, Any]:
-    """A worker learns within seconds that its sender was killed, and takes the update of another."""
+    """A worker learns within seconds that its sender was killed, and takes the update of
+    another."""
     with _sending_process("stop in the middle") as (process, link):
         receiver = WeightReceiver.connect(plan(), link, 0)
         stream = receiver.receive(1)
@@ -145,7 +159,8 @@ def killed_sender(machine: Machine) -> dict[str, Any]:
 
 
 def expandable_segments(machine: Machine) -> dict[str, Any]:
-    """What becomes of an update from memory of expandable segments: the right weights, or an error; never a hang."""
+    """What becomes of an update from memory of expandable segments: the right weights, or an error;
+    never a hang."""
     machine.need_gpu("expandable segments")
     outcome = {}
     for name, value in (("off", "False"), ("on", "True")):
@@ -154,7 +169,9 @@ def expandable_segments(machine: Machine) -> dict[str, Any]:
         except (WeightSyncError, RuntimeError, AssertionError) as error:
             outcome[name] = f"{type(error).__name__}: {str(error)[:300]}"
             continue
-        assert whole, f"expandable segments {name}: an update arrived with other weights and without an error"
+        assert whole, (
+            f"expandable segments {name}: an update arrived with other weights and without an error"
+        )
         outcome[name] = "works"
     assert outcome["off"] == "works", outcome
     return {"expandable_segments": outcome}
@@ -177,15 +194,21 @@ def _sending_process(
     """A process that sends version 1, and how to reach it."""
     command = [sys.executable, "-m", "tests.gpu.transport", behavior]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | (environment or {}), text=True, stdin=subprocess.PIPE,
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     giving_up = threading.Timer(2 * _TIMEOUT_S, process.kill)  # a pipe has no deadline of its own
     giving_up.start()
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, f"the sending process ended before it was ready, with {process.wait(_TIMEOUT_S)}"
+        assert line, (
+            f"the sending process ended before it was ready, with {process.wait(_TIMEOUT_S)}"
+        )
         yield process, Link(**json.loads(line))
     finally:
         giving_up.cancel()
@@ -197,7 +220,13 @@ def _send(behavior: str) -> None:
     """What that process does: policy rank 0 with one worker."""
     transport = find_transport(_ipc_name())
     staging = transport.staging(plan(), [[0]], _TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+        wait_for_workers=False,
+    )
     store.set(GO, YES)
     link = Link(_ipc_name(), "127.0.0.1", store.port, 1, 2, _TIMEOUT_S, staging.handles)
     end = transport.open_sender(store, link, staging)
@@ -213,11 +242,13 @@ def _send(behavior: str) -> None:
     sys.stdin.readline()  # the buffers stay as long as the worker reads them
 
 
-# ---- process groups -------------------------------------------------------------------------------------------------
+# ---- process groups
+# -------------------------------------------------------------------------------------------------
 
 
 def collective(machine: Machine) -> dict[str, Any]:
-    """Open a group, broadcast, leave it, open another; with two GPUs (or none) between two processes too."""
+    """Open a group, broadcast, leave it, open another; with two GPUs (or none) between two
+    processes too."""
     name = "nccl" if machine.on_gpu else "gloo"
     measured: dict[str, Any] = {"transport": name, "alone": _alone(name, machine)}
     if machine.on_gpu and torch.cuda.device_count() < 2:
@@ -258,7 +289,8 @@ def _alone(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def pair(name: str) -> dict[str, Any]:
-    """Runs on two ranks: sender and worker. The worker leaves in the middle of the second update."""
+    """Runs on two ranks: sender and worker. The worker leaves in the middle of the second
+    update."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -277,7 +309,8 @@ def pair(name: str) -> dict[str, Any]:
     send_stream(end, plan(), staging, fill_with(state(1)), 1)
     start = time.monotonic()
     try:
-        for version in range(2, 200):  # small frames fit into socket buffers: the loss shows after a few
+        # small frames fit into socket buffers: the loss shows after a few
+        for version in range(2, 200):
             send_stream(end, plan(), staging, fill_with(state(version)), version)
     except WeightSyncError as error:
         end.close()
@@ -285,7 +318,8 @@ def pair(name: str) -> dict[str, Any]:
     raise AssertionError("a worker that had left took 198 updates")
 
 
-# ---- checksums ------------------------------------------------------------------------------------------------------
+# ---- checksums
+# --------------------------------------------------------------------------------------------------
 
 
 def checksums(machine: Machine) -> dict[str, Any]:
@@ -296,7 +330,9 @@ def checksums(machine: Machine) -> dict[str, Any]:
         assert here == there, f"{name}: the sum on {machine.device} is {there}, on the CPU {here}"
         changed = tensor.clone()
         changed.view(-1).view(torch.uint8)[0] ^= 1
-        assert _sum(changed.to(machine.device)) != here, f"{name}: a changed bit left the sum as it was"
+        assert _sum(changed.to(machine.device)) != here, (
+            f"{name}: a changed bit left the sum as it was"
+        )
     nbytes = (4 << 30) if machine.on_gpu else (16 << 20)
     big = torch.empty(nbytes // 1024, 1024, dtype=torch.uint8, device=machine.device).random_()
     words_N = words(big, big.shape, 1)
@@ -304,7 +340,11 @@ def checksums(machine: Machine) -> dict[str, Any]:
     bit_sum(words_N)
     start = time.perf_counter()
     total = bit_sum(words_N).item()
-    return {"tensors": len(tensors), "gb_per_s": 1e-9 * nbytes / (time.perf_counter() - start), "sum": str(total)}
+    return {
+        "tensors": len(tensors),
+        "gb_per_s": 1e-9 * nbytes / (time.perf_counter() - start),
+        "sum": str(total),
+    }
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -313,7 +353,9 @@ def _tensors() -> dict[str, Tensor]:
     shapes = ((1,), (61,), (61, 24), (513, 128), (1025, 1024))
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
     return {
-        f"{dtype} {shape}": torch.randn(shape, generator=generator).to(dtype) for dtype in dtypes for shape in shapes
+        f"{dtype} {shape}": torch.randn(shape, generator=generator).to(dtype)
+        for dtype in dtypes
+        for shape in shapes
     }
 
 

@@ -1,4 +1,5 @@
-"""The host queues the micro-batches of a step without waiting for the device, whatever the estimator."""
+"""The host queues the micro-batches of a step without waiting for the device, whatever the
+estimator."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def _no_waits(device: torch.device, strict: bool) -> Iterator[None]:
 
 
 def micro_batches(machine: Machine) -> dict[str, Any]:
-    """Forward and backward of every estimator, and the log-prob pass; the first of each kernel may wait, to compile."""
+    """Forward and backward of every estimator, and the log-prob pass; the first of each kernel may
+    wait, to compile."""
     if machine.on_gpu:
         the_mode_works(machine.device)
     with tiny_folder() as folder:
@@ -61,12 +63,18 @@ def micro_batches(machine: Machine) -> dict[str, Any]:
             except RuntimeError as error:
                 if "synchronizing" not in str(error):
                     raise
-                raise AssertionError(f"the host waits for the device in the micro-batches of {name}") from error
+                raise AssertionError(
+                    f"the host waits for the device in the micro-batches of {name}"
+                ) from error
         seconds[name] = round(time.perf_counter() - start, 4)
     for strict in (False, True):
         policy.strict = strict
         policy.logprobs(batch)
-    return {**facts(policy), "mode": "error" if machine.on_gpu else "none on a CPU", "seconds": seconds}
+    return {
+        **facts(policy),
+        "mode": "error" if machine.on_gpu else "none on a CPU",
+        "seconds": seconds,
+    }
 
 
 def the_mode_works(device: torch.device) -> None:

@@ -13,7 +13,8 @@ from openrlhf_ext.head import TokenLoss
 
 @dataclass(frozen=True)
 class ClippedLoss:
-    """The algorithms' clipped surrogate, weighted, as terms of single tokens; travels to other processes."""
+    """The algorithms' clipped surrogate, weighted, as terms of single tokens; travels to other
+    processes."""
 
     advantage: Tensor
     weight: Tensor
@@ -40,7 +41,9 @@ class Case:
 
     def leaves(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Fresh copies of hidden states and weight that require gradients."""
-        return tuple(t.to(dtype or t.dtype).clone().requires_grad_() for t in (self.hidden, self.weight))
+        return tuple(
+            t.to(dtype or t.dtype).clone().requires_grad_() for t in (self.hidden, self.weight)
+        )
 
     def double(self) -> Case:
         return replace(self, hidden=self.hidden.double(), weight=self.weight.double())
@@ -64,12 +67,18 @@ def make_case(
         temperature = torch.rand(tokens, generator=generator) + 0.5
     logprob, _ = reference(hidden, weight, target, temperature)
     old = (logprob + 0.3 * randn(tokens)).float()
-    weights = torch.rand(tokens, generator=generator) * (torch.rand(tokens, generator=generator) > 0.2) / tokens
+    weights = (
+        torch.rand(tokens, generator=generator)
+        * (torch.rand(tokens, generator=generator) > 0.2)
+        / tokens
+    )
     loss = ClippedLoss(randn(tokens), weights, old, dual_clip=3.0)
     return Case(hidden, weight, target, temperature, randn(tokens), randn(tokens), loss)
 
 
-def reference(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+def reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy by a full log-softmax in float64."""
     scale = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = (hidden.double() @ weight.double().t() / scale).log_softmax(-1)
@@ -96,7 +105,9 @@ def expected(case: Case) -> Expected:
     outputs = (logprob * case.slope).sum()
     grads = lambda value: torch.autograd.grad(value, leaves, retain_graph=True)  # noqa: E731
     both = outputs + (entropy * case.entropy_slope).sum()
-    return Expected(logprob.detach(), entropy.detach(), grads(outputs), grads(both), loss.detach(), grads(loss))
+    return Expected(
+        logprob.detach(), entropy.detach(), grads(outputs), grads(both), loss.detach(), grads(loss)
+    )
 
 
 def assert_near(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:

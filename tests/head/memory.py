@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 MIB = 1 << 20
-SLACK = 4 * MIB  # what the libraries keep for themselves: packed operands of a product, an allocator's rounding
+# what the libraries keep for themselves: packed operands of a product, an allocator's rounding
+SLACK = 4 * MIB
 
 _libc = ctypes.CDLL(None)
-# On import, before a test has made large tensors: by itself glibc comes to keep what is freed, up to tens of MiB, in a
-# heap with holes, and a run would then be charged for the memory of the one before.
+# On import, before a test has made large tensors: by itself glibc comes to keep what is freed, up
+# to tens of MiB, in a heap with holes, and a run would then be charged for the memory of the one
+# before.
 _M_MMAP_THRESHOLD = -3
 _libc.mallopt(_M_MMAP_THRESHOLD, MIB)
 

@@ -1,7 +1,9 @@
-"""Measures the memory of every walk in a process that has run nothing else: ``python -m tests.head.memory_worker``.
+"""Measures the memory of every walk in a process that has run nothing else:
+``python -m tests.head.memory_worker``.
 
-In a process with a past, memory that other tests have freed hides what a run takes, or adds to it. Prints JSON: the
-extra bytes of every case, in order, and last those of a run that does hold all logits (null: not measurable here).
+In a process with a past, memory that other tests have freed hides what a run takes, or adds to it.
+Prints JSON: the extra bytes of every case, in order, and last those of a run that does hold all
+logits (null: not measurable here).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def measured(function: Callable[[], object]) -> int | None:
     return peak_extra_bytes(function)
 
 
-def extra_bytes(way: str, tokens: int, vocab: int, width: int, dtype: str, workspace: int) -> int | None:
+def extra_bytes(
+    way: str, tokens: int, vocab: int, width: int, dtype: str, workspace: int
+) -> int | None:
     number = getattr(torch, dtype)
     hidden = torch.randn(tokens, width, dtype=number).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(vocab, width, dtype=number))
@@ -53,7 +57,9 @@ def extra_bytes(way: str, tokens: int, vocab: int, width: int, dtype: str, works
 
     def token_loss() -> None:
         recompute = way == "token loss"
-        out = linear_token_loss(hidden, weight, target, lambda lp, rows: lp / tokens, recompute=recompute, **options)
+        out = linear_token_loss(
+            hidden, weight, target, lambda lp, rows: lp / tokens, recompute=recompute, **options
+        )
         out.value.backward()
         hidden.grad = None
 

@@ -14,14 +14,21 @@ from tests.head.naive import naive_logprob_entropy
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tokens=st.integers(1, 40), vocab=st.integers(2, 500), scale=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
-    temperature=st.sampled_from([0.6, 1.0, 1.3, "per token"]), workspace=st.sampled_from([1, 30_000, 1 << 20]),
+    tokens=st.integers(1, 40),
+    vocab=st.integers(2, 500),
+    scale=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
+    temperature=st.sampled_from([0.6, 1.0, 1.3, "per token"]),
+    workspace=st.sampled_from([1, 30_000, 1 << 20]),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_equals_full_softmax_in_float64(tokens, vocab, scale, temperature, workspace, seed):
-    case = make_case(tokens, vocab, scale=scale, temperature=temperature, seed=seed, dtype=torch.float64)
+    case = make_case(
+        tokens, vocab, scale=scale, temperature=temperature, seed=seed, dtype=torch.float64
+    )
     want, leaves = expected(case), case.leaves()
-    out = linear_logprob_entropy(*leaves, case.target, case.temperature, workspace_bytes=workspace, entropy_grad=True)
+    out = linear_logprob_entropy(
+        *leaves, case.target, case.temperature, workspace_bytes=workspace, entropy_grad=True
+    )
     assert_near(out.logprob_T, want.logprob, 1e-11)
     assert_near(out.entropy_T, want.entropy, 1e-11)
     value = (out.logprob_T * case.slope + out.entropy_T * case.entropy_slope).sum()
@@ -61,7 +68,8 @@ def test_peaked_and_flat_distributions(dtype, scale):
 
 
 def test_large_logits_that_are_exact_lose_nothing():
-    """Statistics are relative to the maximum: an offset of 1e4 to all logits changes no digit of the results."""
+    """Statistics are relative to the maximum: an offset of 1e4 to all logits changes no digit of
+    the results."""
     generator = torch.Generator().manual_seed(0)
     small = torch.randint(-8, 8, (5, 300), generator=generator).float()
     target = torch.arange(5) * 50
@@ -74,7 +82,8 @@ def test_large_logits_that_are_exact_lose_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_operands_give_fp32_results(dtype):
-    """The operands are rounded, nothing after them is: no worse than float64 on the same operands."""
+    """The operands are rounded, nothing after them is: no worse than float64 on the same
+    operands."""
     case = make_case(tokens=50, vocab=700, width=32, dtype=dtype, temperature="per token")
     want, leaves = expected(case), case.leaves()
     out = linear_logprob_entropy(*leaves, case.target, case.temperature, workspace_bytes=100_000)
@@ -83,7 +92,8 @@ def test_low_precision_operands_give_fp32_results(dtype):
     grads = torch.autograd.grad((out.logprob_T * case.slope).sum(), leaves)
     for ours, theirs in zip(grads, want.output_grads, strict=True):
         assert ours.dtype == dtype
-        assert_near(ours, theirs, 1e-2 if dtype == torch.bfloat16 else 2e-3)  # one rounding of the result
+        # one rounding of the result
+        assert_near(ours, theirs, 1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 def test_results_do_not_depend_on_the_workspace_beyond_rounding():
@@ -91,7 +101,9 @@ def test_results_do_not_depend_on_the_workspace_beyond_rounding():
     results = []
     for workspace in (1, 200_000, 1 << 20, 256 << 20):
         leaves = case.leaves()
-        out = linear_logprob_entropy(*leaves, case.target, case.temperature, workspace_bytes=workspace)
+        out = linear_logprob_entropy(
+            *leaves, case.target, case.temperature, workspace_bytes=workspace
+        )
         results.append((*out, *torch.autograd.grad((out.logprob_T * case.slope).sum(), leaves)))
     for other in results[1:]:
         for a, b in zip(other, results[0], strict=True):
@@ -102,7 +114,9 @@ def test_gradcheck():
     case = make_case(tokens=6, vocab=9, width=3, dtype=torch.float64, temperature="per token")
 
     def outputs(hidden, weight):
-        return linear_logprob_entropy(hidden, weight, case.target, case.temperature, entropy_grad=True)
+        return linear_logprob_entropy(
+            hidden, weight, case.target, case.temperature, entropy_grad=True
+        )
 
     assert torch.autograd.gradcheck(outputs, case.leaves())
 
@@ -114,7 +128,9 @@ def test_targets_may_repeat_and_calls_may_be_empty():
     out = linear_logprob_entropy(*leaves, same)
     want = case.leaves(torch.float64)
     theirs = torch.autograd.grad((reference(*want, same, 1.0)[0] * case.slope).sum(), want)
-    for a, b in zip(torch.autograd.grad((out.logprob_T * case.slope).sum(), leaves), theirs, strict=True):
+    for a, b in zip(
+        torch.autograd.grad((out.logprob_T * case.slope).sum(), leaves), theirs, strict=True
+    ):
         assert_near(a, b)
     hidden = torch.zeros(0, 8, requires_grad=True)
     empty = linear_logprob_entropy(hidden, case.weight, same[:0])
@@ -152,18 +168,27 @@ def test_nan_is_reported_with_its_rows(call):
 
     def run(**options):
         if call == "logprob":
-            return linear_logprob_entropy(*leaves, case.target, workspace_bytes=1, **options).logprob_T
-        return linear_token_loss(*leaves, case.target, case.loss, workspace_bytes=1, **options).value
+            return linear_logprob_entropy(
+                *leaves, case.target, workspace_bytes=1, **options
+            ).logprob_T
+        return linear_token_loss(
+            *leaves, case.target, case.loss, workspace_bytes=1, **options
+        ).value
 
     leaves = case.leaves()
-    with pytest.raises(NonFiniteLogitsError, match="hidden states of 1 tokens are NaN or infinite: rows 3") as caught:
+    with pytest.raises(
+        NonFiniteLogitsError, match="hidden states of 1 tokens are NaN or infinite: rows 3"
+    ) as caught:
         run()
     assert caught.value.tokens == [3]
     assert run(checks=False).isnan().any()
     case.hidden[[3, 31], 2] = 0.0
     case.weight[7, 1] = float("nan")
     leaves = case.leaves()
-    with pytest.raises(NonFiniteLogitsError, match="hidden states are finite, but the logits of 40 tokens .* and 32"):
+    with pytest.raises(
+        NonFiniteLogitsError,
+        match="hidden states are finite, but the logits of 40 tokens .* and 32",
+    ):
         run()
 
 
@@ -171,19 +196,32 @@ def test_nan_is_reported_with_its_rows(call):
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature must be > 0"),
-        ({"temperature": torch.tensor([1.0, 0.0] + [1.0] * 15)}, "temperature must be > 0, got 0.0"),
+        (
+            {"temperature": torch.tensor([1.0, 0.0] + [1.0] * 15)},
+            "temperature must be > 0, got 0.0",
+        ),
         ({"temperature": torch.ones(3)}, r"a number or one per token: got \(3,\) for \(17,\)"),
         ({"vocab_size": 99}, "vocab_size must be in"),
         ({"target_T": torch.full((17,), 37)}, r"target ids must be in \[0, 37\)"),
         ({"target_T": torch.zeros(3, dtype=torch.long)}, "one target per token"),
-        ({"weight_VH": torch.zeros(37, 9)}, r"hidden \(T, H\) and weight \(V, H\), got \(17, 8\) and \(37, 9\)"),
+        (
+            {"weight_VH": torch.zeros(37, 9)},
+            r"hidden \(T, H\) and weight \(V, H\), got \(17, 8\) and \(37, 9\)",
+        ),
         ({"weight_VH": torch.zeros(37, 8, dtype=torch.bfloat16)}, "one format"),
         ({"workspace_bytes": 0}, "workspace_bytes must be > 0, got 0"),
-        ({"implementation": "cuda"}, "implementation must be 'auto', 'torch' or 'triton', got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation must be 'auto', 'torch' or 'triton', got 'cuda'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused(change, message):
     case = make_case()
-    arguments = {"hidden_TH": case.hidden, "weight_VH": case.weight, "target_T": case.target} | change
+    arguments = {
+        "hidden_TH": case.hidden,
+        "weight_VH": case.weight,
+        "target_T": case.target,
+    } | change
     with pytest.raises(ValueError, match=message):
         linear_logprob_entropy(**arguments)

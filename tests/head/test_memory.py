@@ -1,4 +1,5 @@
-"""Memory by measuring the process, not by reading the code. Sequence parallelism: ``test_sharded``."""
+"""Memory by measuring the process, not by reading the code. Sequence parallelism:
+``test_sharded``."""
 
 from __future__ import annotations
 

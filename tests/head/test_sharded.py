@@ -20,7 +20,12 @@ def test_shards_of_unequal_true_size_equal_the_whole(size):
     ]
     lopsided_workspace = 48 << 20
     results = launch(
-        "tests.head.sharded", "run", size, cases=cases, workspaces=[1, 1 << 20], lopsided_workspace=lopsided_workspace
+        "tests.head.sharded",
+        "run",
+        size,
+        cases=cases,
+        workspaces=[1, 1 << 20],
+        lopsided_workspace=lopsided_workspace,
     )
     ranks = [ways for ways, _ in results]
     for _, extra in results:
@@ -43,7 +48,8 @@ def test_shards_of_unequal_true_size_equal_the_whole(size):
 
 
 def hidden_grad(got: list[dict], case: Case) -> torch.Tensor:
-    """Gradient of the case's hidden states, the same on every rank; other tokens of a sequence have none."""
+    """Gradient of the case's hidden states, the same on every rank; other tokens of a sequence have
+    none."""
     if "rows" not in got[0]:
         for rank in got:
             assert torch.equal(rank["hidden"], got[0]["hidden"])
@@ -60,16 +66,22 @@ def test_every_rank_reports_the_same_fault():
     assert ranks[0] == ranks[1]
     rows, counts, hidden, weight = ranks[0]
     assert "sequence_rows must be in [0, 2 ranks * 43 tokens): got" in rows and "..86" in rows
-    assert counts.startswith("ValueError: rows_per_rank must count sequence_rows by rank: got [0, 40], they are [")
-    assert hidden == "NonFiniteLogitsError: the hidden states of 1 tokens are NaN or infinite: rows 4"
-    assert weight.startswith("NonFiniteLogitsError: the hidden states are finite, but the logits of 40 tokens")
+    assert counts.startswith(
+        "ValueError: rows_per_rank must count sequence_rows by rank: got [0, 40], they are ["
+    )
+    assert (
+        hidden == "NonFiniteLogitsError: the hidden states of 1 tokens are NaN or infinite: rows 4"
+    )
+    assert weight.startswith(
+        "NonFiniteLogitsError: the hidden states are finite, but the logits of 40 tokens"
+    )
 
 
 def test_megatron_adds_the_gradient_of_the_weight_once():
     for results in launch("tests.head.sharded", "megatron_main_grad", 2):
         for got in results:
-            # bf16 weights: the operands are rounded, the sum in main_grad is not; autograd's own share of a tied
-            # weight is a bf16 gradient per micro-batch
+            # bf16 weights: the operands are rounded, the sum in main_grad is not; autograd's own
+            # share of a tied weight is a bf16 gradient per micro-batch
             tolerance = 1e-5 if got["dtype"] == torch.float32 or not got["tied"] else 1e-2
             assert got["main_grad"].dtype == torch.float32
             assert_near(got["main_grad"], got["want"], tolerance)

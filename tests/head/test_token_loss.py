@@ -13,23 +13,36 @@ from tests.head.cases import ClippedLoss, assert_near, expected, make_case
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tokens=st.integers(1, 40), vocab=st.integers(2, 500), scale=st.sampled_from([0.0, 1.0, 30.0]),
-    temperature=st.sampled_from([0.6, 1.0, "per token"]), workspace=st.sampled_from([1, 30_000, 1 << 20]),
-    recompute=st.sampled_from([None, True, False]), seed=st.integers(0, 99),
-)  # fmt: skip
+    tokens=st.integers(1, 40),
+    vocab=st.integers(2, 500),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    temperature=st.sampled_from([0.6, 1.0, "per token"]),
+    workspace=st.sampled_from([1, 30_000, 1 << 20]),
+    recompute=st.sampled_from([None, True, False]),
+    seed=st.integers(0, 99),
+)
 def test_value_and_gradients_equal_autograd_through_all_logits(
     tokens, vocab, scale, temperature, workspace, recompute, seed
 ):
-    case = make_case(tokens, vocab, scale=scale, temperature=temperature, seed=seed, dtype=torch.float64)
+    case = make_case(
+        tokens, vocab, scale=scale, temperature=temperature, seed=seed, dtype=torch.float64
+    )
     want, leaves = expected(case), case.leaves()
     out = linear_token_loss(
-        *leaves, case.target, case.loss, case.temperature, workspace_bytes=workspace, recompute=recompute
+        *leaves,
+        case.target,
+        case.loss,
+        case.temperature,
+        workspace_bytes=workspace,
+        recompute=recompute,
     )
     assert_near(out.value, want.loss, 1e-10)
     assert_near(out.logprob_T, want.logprob, 1e-11)
     assert_near(out.entropy_T, want.entropy, 1e-11)
     assert not out.logprob_T.requires_grad and not out.entropy_T.requires_grad
-    for ours, theirs in zip(torch.autograd.grad(3 * out.value, leaves), want.loss_grads, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * out.value, leaves), want.loss_grads, strict=True
+    ):
         assert_near(ours, 3 * theirs, 1e-9 * (1 + scale))
 
 
@@ -42,9 +55,14 @@ def test_entropies_may_be_part_of_the_loss(recompute):
     value = case.loss(log_p.gather(1, case.target[:, None])[:, 0], slice(0, 30)).sum() + bonus
     want = torch.autograd.grad(value, leaves)
     out = linear_token_loss(
-        *leaves, case.target, case.loss, case.temperature, workspace_bytes=30_000, recompute=recompute,
+        *leaves,
+        case.target,
+        case.loss,
+        case.temperature,
+        workspace_bytes=30_000,
+        recompute=recompute,
         entropy_slope_T=slope_T,
-    )  # fmt: skip
+    )
     plain = linear_token_loss(*leaves, case.target, case.loss, case.temperature)
     assert_near(out.value, plain.value + bonus, 1e-10)
     for ours, theirs in zip(torch.autograd.grad(out.value, leaves), want, strict=True):
@@ -66,7 +84,12 @@ def test_precision_of_training_formats(dtype, recompute):
     case = make_case(tokens=200, vocab=1500, width=32, dtype=dtype)
     want, leaves = expected(case), case.leaves()
     out = linear_token_loss(
-        *leaves, case.target, case.loss, case.temperature, workspace_bytes=500_000, recompute=recompute
+        *leaves,
+        case.target,
+        case.loss,
+        case.temperature,
+        workspace_bytes=500_000,
+        recompute=recompute,
     )
     assert_near(out.value, want.loss)
     for ours, theirs in zip(torch.autograd.grad(out.value, leaves), want.loss_grads, strict=True):
@@ -90,14 +113,18 @@ def test_token_loss_sees_every_token_once():
         seen.extend(range(100)[rows])
         return logprob_B * 0.0
 
-    linear_token_loss(case.hidden.requires_grad_(), case.weight, case.target, loss, workspace_bytes=1)
+    linear_token_loss(
+        case.hidden.requires_grad_(), case.weight, case.target, loss, workspace_bytes=1
+    )
     assert seen == list(range(100))
 
 
 def test_a_loss_that_is_constant_has_gradient_zero():
     case = make_case()
     hidden = case.hidden.requires_grad_()
-    out = linear_token_loss(hidden, case.weight, case.target, lambda lp, rows: torch.full_like(lp, 0.5).detach())
+    out = linear_token_loss(
+        hidden, case.weight, case.target, lambda lp, rows: torch.full_like(lp, 0.5).detach()
+    )
     out.value.backward()
     assert out.value.item() == pytest.approx(8.5) and not hidden.grad.any()
 
@@ -105,7 +132,9 @@ def test_a_loss_that_is_constant_has_gradient_zero():
 def test_a_loss_that_is_not_elementwise_in_shape_is_refused():
     case = make_case()
     with pytest.raises(ValueError, match=r"one term per token, elementwise: got \(\) for \(17,\)"):
-        linear_token_loss(case.hidden.requires_grad_(), case.weight, case.target, lambda lp, rows: lp.sum())
+        linear_token_loss(
+            case.hidden.requires_grad_(), case.weight, case.target, lambda lp, rows: lp.sum()
+        )
 
 
 def test_gradient_of_one_backward_pass_survives_another_forward():
@@ -113,7 +142,10 @@ def test_gradient_of_one_backward_pass_survives_another_forward():
     cases = [make_case(seed=seed) for seed in range(3)]
     weight = cases[0].weight.clone().requires_grad_()
     hiddens = [case.hidden.clone().requires_grad_() for case in cases]
-    outs = [linear_token_loss(h, weight, c.target, c.loss, 0.7) for h, c in zip(hiddens, cases, strict=True)]
+    outs = [
+        linear_token_loss(h, weight, c.target, c.loss, 0.7)
+        for h, c in zip(hiddens, cases, strict=True)
+    ]
     for out in outs:
         out.value.backward()
     total = 0.0

@@ -1,4 +1,5 @@
-"""The Triton kernels in Triton's interpreter on the CPU, and compiled for a GPU that need not be there."""
+"""The Triton kernels in Triton's interpreter on the CPU, and compiled for a GPU that need not be
+there."""
 
 from __future__ import annotations
 
@@ -35,20 +36,25 @@ def interpreter(monkeypatch):
 
 def test_triton_is_refused_with_the_reason_where_it_cannot_run(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="'triton' cannot run here: (the package|the tensors are on cpu)"):
+    with pytest.raises(
+        ValueError, match="'triton' cannot run here: (the package|the tensors are on cpu)"
+    ):
         choose_kernels("triton", torch.float32, torch.device("cpu"))
     assert isinstance(choose_kernels("auto", torch.float32, torch.device("cpu")), TorchKernels)
 
 
 @needs_triton
 def test_fp64_is_refused(interpreter):
-    with pytest.raises(ValueError, match="its statistics are fp32, these inputs need torch.float64"):
+    with pytest.raises(
+        ValueError, match="its statistics are fp32, these inputs need torch.float64"
+    ):
         choose_kernels("triton", torch.float64, torch.device("cpu"))
 
 
 @needs_triton
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("columns", [1, 300, 5000, 4 * 4096, 4 * 4096 + 1])  # one, two, four and three programs a row
+# one, two, four and three programs a row
+@pytest.mark.parametrize("columns", [1, 300, 5000, 4 * 4096, 4 * 4096 + 1])
 def test_tile_passes_equal_the_torch_kernels(interpreter, columns, scaled):
     triton_kernels = choose_kernels("triton", torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(columns)
@@ -62,8 +68,10 @@ def test_tile_passes_equal_the_torch_kernels(interpreter, columns, scaled):
 
     maximum, total, weighted, _ = theirs
     token = TokenGradient(maximum, total.log(), torch.randn(6, generator=generator), column, scale)
-    entropy = token._replace(entropy_coefficient_B=torch.randn(6, generator=generator),
-                             entropy_B=total.log() - weighted / total)  # fmt: skip
+    entropy = token._replace(
+        entropy_coefficient_B=torch.randn(6, generator=generator),
+        entropy_B=total.log() - weighted / total,
+    )
     for case in (token, entropy):
         for dtype in (torch.float32, torch.bfloat16):
             out = [torch.full_like(logits, 7.0, dtype=dtype) for _ in range(2)]
@@ -91,14 +99,18 @@ def test_whole_head_with_triton_kernels(interpreter, dtype):
     for workspace in (1, 1 << 20):
         options = {"workspace_bytes": workspace, "implementation": "triton"}
         leaves = case.leaves()
-        out = linear_logprob_entropy(*leaves, case.target, case.temperature, entropy_grad=True, **options)
+        out = linear_logprob_entropy(
+            *leaves, case.target, case.temperature, entropy_grad=True, **options
+        )
         assert_near(out.logprob_T, want.logprob)
         assert_near(out.entropy_T, want.entropy)
         value = (out.logprob_T * case.slope + out.entropy_T * case.entropy_slope).sum()
         for a, b in zip(torch.autograd.grad(value, leaves), want.both_grads, strict=True):
             assert_near(a, b, tolerance)
         for recompute in (True, False):
-            loss = linear_token_loss(*leaves, case.target, case.loss, case.temperature, recompute=recompute, **options)
+            loss = linear_token_loss(
+                *leaves, case.target, case.loss, case.temperature, recompute=recompute, **options
+            )
             assert_near(loss.value, want.loss)
             for a, b in zip(torch.autograd.grad(loss.value, leaves), want.loss_grads, strict=True):
                 assert_near(a, b, tolerance)
@@ -109,6 +121,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.head.compile_kernels"],
-        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""The protocol between kernels and Megatron's DDP; ``test_sharded`` has the same with the real DDP."""
+"""The protocol between kernels and Megatron's DDP; ``test_sharded`` has the same with the real
+DDP."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_main_grad_gets_the_gradient_in_fp32_and_autograd_only_that_of_another_u
     case = make_case(tokens=60, vocab=90, dtype=dtype)
     want, weight = expected(case), parameter(case, main_grad=torch.float32, tied=tied)
     hidden = case.hidden.requires_grad_()
-    (linear_logprob_entropy(hidden, weight, case.target, 0.7).logprob_T * case.slope).sum().backward()
+    (
+        linear_logprob_entropy(hidden, weight, case.target, 0.7).logprob_T * case.slope
+    ).sum().backward()
     linear_token_loss(hidden, weight, case.target, case.loss, 0.7).value.backward()
     assert_near(weight.main_grad - 0.25, want.output_grads[1] + want.loss_grads[1])
     assert weight.grad_added_to_main_grad and weight.grad is None
@@ -56,11 +59,15 @@ def test_loss_scale_has_to_be_announced():
     case = make_case()
     want, weight = expected(case), parameter(case, main_grad=torch.float32)
     hidden = case.hidden.requires_grad_()
-    (8 * linear_token_loss(hidden, weight, case.target, case.loss, 0.7, grad_scale=8.0).value).backward()
+    (
+        8 * linear_token_loss(hidden, weight, case.target, case.loss, 0.7, grad_scale=8.0).value
+    ).backward()
     assert_near(weight.main_grad - 0.25, 8 * want.loss_grads[1])
     assert_near(hidden.grad, 8 * want.loss_grads[0])
     out = linear_token_loss(hidden, weight, case.target, case.loss, 0.7)
-    with pytest.raises(ValueError, match=r"for grad_scale = 1.0; the backward pass brings 8.0: pass that"):
+    with pytest.raises(
+        ValueError, match=r"for grad_scale = 1.0; the backward pass brings 8.0: pass that"
+    ):
         (8 * out.value).backward()
 
 

@@ -1,5 +1,5 @@
-"""What the ranks of the critic's test run: one critic or reward model per layout, compared with transformers by the
-parent."""
+"""What the ranks of the critic's test run: one critic or reward model per layout, compared with
+transformers by the parent."""
 
 from __future__ import annotations
 
@@ -25,31 +25,49 @@ from openrlhf_ext.options.sections import Critic, CriticAdam, Megatron, Rollout
 from tests.megatron.parity import micro_batches
 from tests.patience import PATIENCE_S
 
-LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients
+# a large eps: Adam would amplify the rounding of tiny gradients
+LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3
 
 
 def critic_settings(case: dict, world_size: int) -> ModelSettings:
-    degrees = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "vp": "virtual_pipeline"}
+    degrees = {
+        "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
+        "cp": "context_parallel",
+        "vp": "virtual_pipeline",
+    }
     layout = ParallelLayout(
         world_size,
         **{f"{name}_size": case.get(short, 1) for short, name in degrees.items()},
         sequence_parallel=case.get("sp", False),
     )
     megatron = Megatron(
-        param_dtype=case.get("dtype", "fp32"), distributed_optimizer_enable=case.get("distributed_optimizer", False)
+        param_dtype=case.get("dtype", "fp32"),
+        distributed_optimizer_enable=case.get("distributed_optimizer", False),
     )
-    optimizer = Critic(adam=CriticAdam(lr=LR, eps=EPS), lr_scheduler="constant", value_clip=case.get("clip", CLIP))
+    optimizer = Critic(
+        adam=CriticAdam(lr=LR, eps=EPS), lr_scheduler="constant", value_clip=case.get("clip", CLIP)
+    )
     return ModelSettings(
-        case["model"], layout, megatron, Rollout(micro_batch_size=3), micro_batches(2, case.get("max_tokens")),
-        optimizer=None if "frozen" in case else optimizer, updates=4, normalize_values=case.get("normalize", False),
-    )  # fmt: skip
+        case["model"],
+        layout,
+        megatron,
+        Rollout(micro_batch_size=3),
+        micro_batches(2, case.get("max_tokens")),
+        optimizer=None if "frozen" in case else optimizer,
+        updates=4,
+        normalize_values=case.get("normalize", False),
+    )
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) -> list[dict]:
-    """For each case: values, gradients, metrics of some steps and the weights after them, as this rank sees them."""
+    """For each case: values, gradients, metrics of some steps and the weights after them, as this
+    rank sees them."""
     results = []
     for case in cases:
-        settings = critic_settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
+        settings = critic_settings(
+            case, dist.get_world_size() if dist.is_initialized() else case["world_size"]
+        )
         initialize_distributed(settings.layout, PATIENCE_S, 1234)
         if "frozen" in case:
             results.append(frozen(settings, batch))
@@ -60,7 +78,10 @@ def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) ->
 
 
 def own_rows(batch: SequenceBatch) -> list[int]:
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    replica, replicas = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     return balance_rows(batch.lengths_B, replicas)[replica]
 
 
@@ -73,17 +94,23 @@ def frozen(settings: ModelSettings, batch: SequenceBatch) -> dict:
     return {"rows": rows, "scores": model.values(with_end(batch.select(rows)))}
 
 
-def run_case(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets, case: dict) -> dict:
+def run_case(
+    critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets, case: dict
+) -> dict:
     rows = own_rows(batch)
     mine, my_targets = batch.select(rows), targets.select(rows)
     if "load" in case:
         load_checkpoint(critic, Path(case["load"]) / "critic")
         return {"steps": [critic.train_step(mine, my_targets)]}
     result = {"rows": rows, "values": critic.values(mine), "scores": critic.values(with_end(mine))}
-    result["start"] = {name: tensor.clone() for name, tensor in critic.export() if name.startswith("score")}
+    result["start"] = {
+        name: tensor.clone() for name, tensor in critic.export() if name.startswith("score")
+    }
     if not case.get("distributed_optimizer", False):
         critic.accumulate_gradients(mine, my_targets)
-        result["grads"] = {name: tensor.clone() for name, tensor in critic.export(lambda p: p.main_grad)}
+        result["grads"] = {
+            name: tensor.clone() for name, tensor in critic.export(lambda p: p.main_grad)
+        }
     result["steps"] = [critic.train_step(mine, my_targets)]
     if "checkpoint" in case:
         take_snapshot(critic, copy=False).write(Path(case["checkpoint"]), "critic")

@@ -1,4 +1,5 @@
-"""What the ranks of the reference test run: training with and without frozen weights that are swapped in between."""
+"""What the ranks of the reference test run: training with and without frozen weights that are
+swapped in between."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def run_cases(cases: list[dict], batch, weights_N) -> list[dict]:
     results = []
     for case in cases:
         layout = ParallelLayout(case["world_size"], case.get("tp", 1), case.get("pp", 1))
-        megatron = Megatron(param_dtype=case["dtype"], distributed_optimizer_enable=case["distributed"])
+        megatron = Megatron(
+            param_dtype=case["dtype"], distributed_optimizer_enable=case["distributed"]
+        )
         optimizer = Actor(adam=Adam(lr=1e-2), lr_scheduler="constant")
         settings = ModelSettings(case["model"], layout, megatron, optimizer=optimizer, updates=8)
         initialize_distributed(layout, PATIENCE_S, 1234)
@@ -61,9 +64,15 @@ def train_with_reference(policy: MegatronPolicy, batch, weights_N) -> dict:
     with reference.swapped_in():
         later = policy.logprobs(batch).logprobs_N
     return {
-        "start": start, "inside": inside, "later": later, "trained": trained, "exact": exact, "steps": steps,
-        "bytes": (reference.nbytes, sum(p.nbytes for p in parameters)), "rank": dist.get_rank(),
-    }  # fmt: skip
+        "start": start,
+        "inside": inside,
+        "later": later,
+        "trained": trained,
+        "exact": exact,
+        "steps": steps,
+        "bytes": (reference.nbytes, sum(p.nbytes for p in parameters)),
+        "rank": dist.get_rank(),
+    }
 
 
 def score_with_guide(policy: MegatronPolicy, batch, path: str) -> dict:

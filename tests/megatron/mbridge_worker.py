@@ -21,17 +21,24 @@ def mbridge_parameters(path: str) -> dict[str, torch.Tensor]:
     from mbridge import AutoBridge
     from mbridge.models.qwen2 import Qwen2Bridge
 
-    # megatron-core 0.19 has no such kind of model any more; mbridge compares with it (mbridge/core/util.py:83)
+    # megatron-core 0.19 has no such kind of model any more; mbridge compares with it
+    # (mbridge/core/util.py:83)
     ModelType.encoder_and_decoder = None
     # a tied model edits this class-level map for all later ones (mbridge/models/qwen2.py:58)
     Qwen2Bridge._DIRECT_MAPPING = dict(Qwen2Bridge._DIRECT_MAPPING)
     bridge = AutoBridge.from_pretrained(path, dtype=torch.float32)
-    # transformers 5 keeps it in rope_parameters; mbridge reads the old attribute (mbridge/core/llm_bridge.py:124)
+    # transformers 5 keeps it in rope_parameters; mbridge reads the old attribute
+    # (mbridge/core/llm_bridge.py:124)
     bridge.hf_config.rope_theta = bridge.hf_config.rope_parameters["rope_theta"]
     bridge.set_extra_args(
-        use_cpu_initialization=True, masked_softmax_fusion=False, persist_layer_norm=False, bias_dropout_fusion=False,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False, bf16=False,
-    )  # fmt: skip
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=False,
+    )
     bridge.has_vp_stage = True
     bridge._get_transformer_layer_spec = lambda vp_stage=None: block_spec(bridge.config, DenseMLP)
     (model,) = bridge.get_model(weight_path=path, bf16=False, use_cpu_initialization=True)
@@ -42,11 +49,15 @@ def compare(models: list[str], ranks: int, tp: int, pp: int) -> list[list[str]]:
     """For each model, the parameters that differ between mbridge and us on this rank."""
     differences = []
     for path in models:
-        policy_settings = replace(settings({"model": path, "tp": tp, "pp": pp}, ranks), optimizer=None)
+        policy_settings = replace(
+            settings({"model": path, "tp": tp, "pp": pp}, ranks), optimizer=None
+        )
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         ours = dict(MegatronPolicy(policy_settings).chunks[0].named_parameters())
         theirs = mbridge_parameters(path)
         assert set(ours) == set(theirs), set(ours) ^ set(theirs)
-        differences.append([name for name in ours if not torch.equal(ours[name].detach(), theirs[name])])
+        differences.append(
+            [name for name in ours if not torch.equal(ours[name].detach(), theirs[name])]
+        )
         parallel_state.destroy_model_parallel()
     return differences

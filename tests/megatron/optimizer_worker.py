@@ -35,7 +35,8 @@ def rows(replica: int, replicas: int):
 
 
 class WithoutANumber(WeightedLogprob):
-    """Its gradient is finite; its loss is not, as from an infinite advantage of a token that the clip excludes."""
+    """Its gradient is finite; its loss is not, as from an infinite advantage of a token that the
+    clip excludes."""
 
     def select(self, rows) -> WithoutANumber:
         return WithoutANumber(**vars(super().select(rows)))
@@ -71,11 +72,17 @@ def with_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> st
 
 MAX_NORM = 0.1
 
-# read values of the host, or are not called on a GPU with TransformerEngine: the head looks on a CPU only
+# read values of the host, or are not called on a GPU with TransformerEngine: the head looks on a
+# CPU only
 NOT_THE_DEVICES = {
-    "check_call", "check_finite_hidden", "check_finite_statistics", "_expect_scale", "_times",
-    "_get_value", "local_multi_tensor_l2_norm",
-}  # fmt: skip
+    "check_call",
+    "check_finite_hidden",
+    "check_finite_statistics",
+    "_expect_scale",
+    "_times",
+    "_get_value",
+    "local_multi_tensor_l2_norm",
+}
 
 
 @contextmanager
@@ -92,13 +99,16 @@ def counted_reads() -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for name in ("item", "cpu", "__int__", "__float__", "__bool__", "__index__"):
-            stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+            stack.enter_context(
+                patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+            )
         yield reads
     reads[:] = sorted(name for name in reads if name not in NOT_THE_DEVICES)
 
 
 def run_cases(cases: list[dict], ranks: int) -> list[dict]:
-    """For each case the norms by group, the global norm of the step, and on rank 0 the gradients if they are whole."""
+    """For each case the norms by group, the global norm of the step, and on rank 0 the gradients if
+    they are whole."""
     results = []
     for case in cases:
         megatron = Megatron(param_dtype="fp32", distributed_optimizer_enable=case["distributed"])
@@ -106,11 +116,19 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
         layout = ParallelLayout(ranks, **case["layout"])
         initialize_distributed(layout, PATIENCE_S, 1234)
         policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
-        batch, shaped = rows(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        batch, shaped = rows(
+            parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        )
         metrics = policy.accumulate_gradients(batch, shaped, shaped)
-        result = {"groups": {name: norm for name, norm in metrics.items() if name.startswith("grad_norm/")}}
+        result = {
+            "groups": {
+                name: norm for name, norm in metrics.items() if name.startswith("grad_norm/")
+            }
+        }
         if not case["distributed"]:
-            result["grads"] = {name: float(g.norm()) for name, g in policy.export(lambda p: p.main_grad)}
+            result["grads"] = {
+                name: float(g.norm()) for name, g in policy.export(lambda p: p.main_grad)
+            }
         step = policy.optimizer_step()
         result["square"] = policy.gradient_square()
         again = policy.train_step(batch, shaped, shaped)
@@ -118,9 +136,13 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
             policy.train_step(batch, shaped, shaped)
         result |= {"grad_norm": step["grad_norm"], "step": again, "reads": reads}
         assert math.isfinite(again["grad_norm"])
-        result["moved"] = [with_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)]
+        result["moved"] = [
+            with_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)
+        ]
         no_number = WithoutANumber(**vars(shaped))
-        result["moved"].append(refused(policy, partial(policy.train_step, batch, no_number, no_number)))
+        result["moved"].append(
+            refused(policy, partial(policy.train_step, batch, no_number, no_number))
+        )
         results.append(result)
         parallel_state.destroy_model_parallel()
     return results

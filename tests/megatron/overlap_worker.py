@@ -1,5 +1,5 @@
-"""What the ranks of the overlap test run: the same training with communication beside computation, or Adam's states in
-host memory, and without."""
+"""What the ranks of the overlap test run: the same training with communication beside computation,
+or Adam's states in host memory, and without."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from tests.megatron.parity import WeightedLogprob, deal, settings
 from tests.patience import PATIENCE_S
 
 
-def run_cases(cases: list[dict], world_size: int, batch: SequenceBatch, weights_N: torch.Tensor) -> list[dict]:
+def run_cases(
+    cases: list[dict], world_size: int, batch: SequenceBatch, weights_N: torch.Tensor
+) -> list[dict]:
     """For each case what came of it without and with its ``overlap``.
 
     Raises:
-        AssertionError: two coalesced all-gathers could have been in flight, which corrupts the heap once in hundreds of
+        AssertionError: two coalesced all-gathers could have been in flight, which corrupts the heap
+        once in hundreds of
             times (patches/megatron_cpu.py); made here to be seen every time.
     """
     dist.ProcessGroup.all_gather_single_coalesced = _must_not_be_called
@@ -44,19 +47,28 @@ def _must_not_be_called(*_: object) -> None:
     raise AssertionError("gloo was asked for a coalesced all-gather")
 
 
-def train(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict) -> dict:
-    """Three steps in a row, log-probs, one more step, weights as they are exported and as each rank has them."""
+def train(
+    policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict
+) -> dict:
+    """Three steps in a row, log-probs, one more step, weights as they are exported and as each rank
+    has them."""
     rows = deal(case, batch, policy.shape.attention_length)
     mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
-    # steps differ in how many micro-batches they have, but Megatron counts gradients by those of the first
+    # steps differ in how many micro-batches they have, but Megatron counts gradients by those of
+    # the first
     parts = [list(range(len(rows))), list(range(len(rows) // 2)), list(range(len(rows)))]
-    steps = [policy.train_step(mine.select(part), shaped.select(part), shaped, more=True) for part in parts]
+    steps = [
+        policy.train_step(mine.select(part), shaped.select(part), shaped, more=True)
+        for part in parts
+    ]
     result = {
         "logprobs": policy.logprobs(mine).logprobs_N,
         "steps": [*steps, policy.train_step(mine, shaped, shaped)],
         "buckets": sum(len(model.bucket_groups) for model in policy.models),
     }
     # before any collective of an export could hide that something is still under way
-    result["parameters"] = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    result["parameters"] = [
+        p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()
+    ]
     result["weights"] = {name: tensor.clone() for name, tensor in policy.export()}
     return result

@@ -1,4 +1,5 @@
-"""What the ranks of the parity test run: one policy per layout, compared with plain transformers by the parent."""
+"""What the ranks of the parity test run: one policy per layout, compared with plain transformers by
+the parent."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.patience import PATIENCE_S
 
 @dataclass
 class WeightedLogprob:
-    """A stand-in for an algorithm: loss = -sum(weights * logprobs), whose gradients are easy to get elsewhere."""
+    """A stand-in for an algorithm: loss = -sum(weights * logprobs), whose gradients are easy to get
+    elsewhere."""
 
     weights_N: torch.Tensor
     segments: Segments
@@ -45,7 +47,9 @@ class WeightedLogprob:
             value: torch.Tensor
             metrics: dict
 
-        return Loss(-(logprobs_N * shaped.weights_N).sum(), {"tokens": (shaped.weights_N != 0).sum()})
+        return Loss(
+            -(logprobs_N * shaped.weights_N).sum(), {"tokens": (shaped.weights_N != 0).sum()}
+        )
 
 
 @dataclass(frozen=True)
@@ -62,47 +66,67 @@ class PieceUnit(LayerConverter):
 def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     """What a case says, on top of one process without parallelism.
 
-    Keys: model; tp, pp, vp, cp, sp, ep, etp; ends (layers of the first and last stage, None: as many as the others);
-    dtype, temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of
+    Keys: model; tp, pp, vp, cp, sp, ep, etp; ends (layers of the first and last stage, None: as
+    many as the others); dtype, temperature, recompute (fields of ``Megatron``), head,
+    distributed_optimizer, overlap (fields of
     ``Megatron``);
-    micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
-    sequences, see ``deal``); piece_unit (of packs); record (experts of the forward pass, for training); aux (weight
-    of the loss that balances experts); max_len (tokens of the longest sequence); on_host (Adam's states).
+    micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel
+    rank gets all sequences, see ``deal``); piece_unit (of packs); record (experts of the forward
+    pass, for training); aux (weight of the loss that balances experts); max_len (tokens of the
+    longest sequence); on_host (Adam's states).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(
-        case["model"], layout_of(case, world_size),
+        case["model"],
+        layout_of(case, world_size),
         Megatron(
-            param_dtype=case.get("dtype", "fp32"), head=case.get("head", "fused"),
+            param_dtype=case.get("dtype", "fp32"),
+            head=case.get("head", "fused"),
             distributed_optimizer_enable=case.get("distributed_optimizer", False),
-            **case.get("recompute", {}), **case.get("overlap", {}),
+            **case.get("recompute", {}),
+            **case.get("overlap", {}),
         ),
         Rollout(
-            temperature=case.get("temperature", 1.0), micro_batch_size=3,
+            temperature=case.get("temperature", 1.0),
+            micro_batch_size=3,
             max_tokens_per_gpu=case.get("forward_max_tokens"),
         ),
         micro_batches(case.get("micro_batch_size", 2), tokens),
         (PieceUnit(case.get("piece_unit", 1)),),
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
-        max_len=case.get("max_len"), aux_loss_coef=case.get("aux", 0.0), adam_offload=case.get("on_host", False),
+        max_len=case.get("max_len"),
+        aux_loss_coef=case.get("aux", 0.0),
+        adam_offload=case.get("on_host", False),
         updates=4,
-    )  # fmt: skip
+    )
 
 
 def layout_of(case: dict, world_size: int) -> ParallelLayout:
     return ParallelLayout(
-        world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1),
-        *case.get("ends", (None, None)), case.get("ep", 1), case.get("etp"),
+        world_size,
+        case.get("tp", 1),
+        case.get("pp", 1),
+        case.get("cp", 1),
+        case.get("sp", False),
+        case.get("vp", 1),
+        *case.get("ends", (None, None)),
+        case.get("ep", 1),
+        case.get("etp"),
     )
 
 
 def micro_batches(samples: int, tokens: int | None) -> Train:
     """Of so many samples, or of so many tokens."""
-    return Train(micro_batch_size=samples, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens or 1)
+    return Train(
+        micro_batch_size=samples,
+        dynamic_batch_enable=tokens is not None,
+        max_tokens_per_gpu=tokens or 1,
+    )
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) -> list[dict]:
-    """For each case: log-probs, entropies, all gradients and the weights after some steps, as this rank sees them."""
+    """For each case: log-probs, entropies, all gradients and the weights after some steps, as this
+    rank sees them."""
     results = []
     for case in cases:
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
@@ -117,13 +141,18 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
 
 def deal(case: dict, batch: SequenceBatch, attention_length: float) -> list[int]:
     """This data-parallel rank's rows."""
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    replica, replicas = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     if case.get("lopsided"):
         return list(range(len(batch))) if replica == replicas - 1 else []
     return balance_rows(batch.lengths_B, replicas, attention_length)[replica]
 
 
-def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict) -> dict:
+def run_case(
+    policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict
+) -> dict:
     rows = deal(case, batch, policy.shape.attention_length)
     mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
     routed: list[SequenceBatch] | None = [] if case.get("record") else None
@@ -131,7 +160,9 @@ def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tens
     result = {"rows": rows, "logprobs": out.logprobs_N, "entropies": out.entropies_N}
     for mine in routed or ():
         result["experts"] = mine.experts_MYK
-    plans = [policy.schedule.plan(mine, forward_only=forward_only) for forward_only in (True, False)]
+    plans = [
+        policy.schedule.plan(mine, forward_only=forward_only) for forward_only in (True, False)
+    ]
     result["micro_batches"] = [[mine.lengths_B[rows].tolist() for rows in plan] for plan in plans]
     if not case.get("distributed_optimizer", False):
         result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)

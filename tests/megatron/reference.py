@@ -26,7 +26,8 @@ def make_batch(vocab: int):
 
 
 def reference(model, batch, weights_N, steps: int = 2) -> dict:
-    """Log-probs, entropies, gradients and two AdamW steps of plain transformers, one sequence at a time."""
+    """Log-probs, entropies, gradients and two AdamW steps of plain transformers, one sequence at a
+    time."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
     )  # large eps: Adam would amplify the rounding of tiny gradients
@@ -36,7 +37,9 @@ def reference(model, batch, weights_N, steps: int = 2) -> dict:
         by_row = []
         for tokens, positions in plain_rows(batch):
             log_p = (model(tokens[None]).logits[0].float() / TEMPERATURE).log_softmax(-1)
-            by_row.append((log_p[positions, tokens[positions + 1]], -(log_p.exp() * log_p).sum(-1)[positions]))
+            by_row.append(
+                (log_p[positions, tokens[positions + 1]], -(log_p.exp() * log_p).sum(-1)[positions])
+            )
         logprobs, entropies = (torch.cat(values) for values in zip(*by_row, strict=True))
         loss = -(logprobs * weights_N).sum()
         loss.backward()

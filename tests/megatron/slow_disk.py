@@ -1,4 +1,5 @@
-"""A disk slower than any timeout: rank 0 goes on only when no other rank waits for it in a collective."""
+"""A disk slower than any timeout: rank 0 goes on only when no other rank waits for it in a
+collective."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ def monitors() -> list[watchdog.Address]:
 
 
 def let_others_wait(addresses: list[watchdog.Address]) -> None:
-    """On rank 0: returns when the others wait for it without a timeout, or have nothing more to do."""
+    """On rank 0: returns when the others wait for it without a timeout, or have nothing more to
+    do."""
 
     def patiently() -> bool:
         states = watchdog.ask_ranks(addresses[1:])
-        return all((s.phase is None or "wait_for (" in s.place) and not s.in_collective for s in states)
+        return all(
+            (s.phase is None or "wait_for (" in s.place) and not s.in_collective for s in states
+        )
 
     until(patiently, "the other ranks do not wait in a collective")

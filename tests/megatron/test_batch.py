@@ -42,7 +42,10 @@ def test_response_tokens_lie_behind_a_token_and_one_behind_the_other(spans):
 
 def test_a_selection_has_the_rows_in_its_order():
     part = ragged([(3, 2), (4, 9), (2, 2)]).select([2, 0])
-    assert part.tokens_M.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5] and part.lengths_B.tolist() == [4, 5]
+    assert part.tokens_M.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5] and part.lengths_B.tolist() == [
+        4,
+        5,
+    ]
     assert part.counts_B.tolist() == [2, 2]
 
 
@@ -50,10 +53,23 @@ def test_a_batch_travels_out_of_band():
     batch = ragged([(3, 2), (4, 5000), (2, 2)])
     assert pickle.loads(pickle.dumps(batch)).experts_MYK is None
     experts = [np.full((length - 1, 1, 2), length, np.uint16) for length in (5, 5004, 4)]
-    batch = dataclasses.replace(batch.with_experts(experts), routed_B=(("a", 0), ("b", 1), ("a", 1)))
+    batch = dataclasses.replace(
+        batch.with_experts(experts), routed_B=(("a", 0), ("b", 1), ("a", 1))
+    )
     assert batch.select([2, 0]).routed_B == (("a", 1), ("a", 0))
-    assert batch.select([2]).experts_MYK[:, 0, 0].tolist() == [4, 4, 4, 0] and batch.told_B.tolist() == [4, 5003, 3]
-    for part in (batch, batch.select([2]), batch.select([]), batch.select(slice(1, 3)), SequenceBatch.padding_row()):
+    assert batch.select([2]).experts_MYK[:, 0, 0].tolist() == [
+        4,
+        4,
+        4,
+        0,
+    ] and batch.told_B.tolist() == [4, 5003, 3]
+    for part in (
+        batch,
+        batch.select([2]),
+        batch.select([]),
+        batch.select(slice(1, 3)),
+        SequenceBatch.padding_row(),
+    ):
         copy = pickle.loads(pickle.dumps(part))
         for field in dataclasses.fields(part):
             tensor, other = getattr(part, field.name), getattr(copy, field.name)
@@ -63,9 +79,14 @@ def test_a_batch_travels_out_of_band():
             assert other.dtype == tensor.dtype and torch.equal(other, tensor), field.name
     buffers: list[pickle.PickleBuffer] = []
     assert len(pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)) < 2000
-    assert max(len(buffer.raw()) for buffer in buffers) == 4 * len(batch.tokens_M)  # of two experts, 2 bytes each
+    # of two experts, 2 bytes each
+    assert max(len(buffer.raw()) for buffer in buffers) == 4 * len(batch.tokens_M)
 
 
 def test_padding_row_has_no_response():
     row = SequenceBatch.padding_row()
-    assert len(row) == 1 and row.counts_B.tolist() == [0] and len(row.targets_N) == len(row.predict_N) == 0
+    assert (
+        len(row) == 1
+        and row.counts_B.tolist() == [0]
+        and len(row.targets_N) == len(row.predict_N) == 0
+    )

@@ -1,4 +1,5 @@
-"""A checkpoint written in one layout continues in every other as if nothing had happened, wherever its states are."""
+"""A checkpoint written in one layout continues in every other as if nothing had happened, wherever
+its states are."""
 
 from __future__ import annotations
 
@@ -43,7 +44,13 @@ def two_ranks(models, batch, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("checkpoints")
     untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
     bf16, mixture = untied | {"dtype": "bf16"}, {"model": models["mixture"]}
-    overlap = untied | {"overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}}
+    overlap = untied | {
+        "overlap": {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "ddp_bucket_size": 2000,
+        }
+    }
     jobs = [
         ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
         ("load", untied | {"tp": 2, "sp": True, "on_host": True}, root / "tp2"),
@@ -82,10 +89,19 @@ def two_ranks(models, batch, tmp_path_factory):
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
 
-def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float = 1e-5, atol: float = 1e-5) -> None:
+def assert_same_continuation(
+    expected: dict, got: dict, case: dict, rel: float = 1e-5, atol: float = 1e-5
+) -> None:
     assert got["extra"] == {"version": 2}, case
     for want, have in zip(expected["steps"], got["steps"], strict=True):
-        for name in want.keys() & {"lr", "value/lr", "loss/policy", "loss/value", "grad_norm", "value/grad_norm"}:
+        for name in want.keys() & {
+            "lr",
+            "value/lr",
+            "loss/policy",
+            "loss/value",
+            "grad_norm",
+            "value/grad_norm",
+        }:
             assert have[name] == pytest.approx(want[name], rel=rel, abs=1e-6), (case, name)
     for name, tensor in expected["weights"].items():
         assert got["weights"][name].allclose(tensor, atol=atol), (case, name)
@@ -102,7 +118,20 @@ def test_the_same_layout_continues_bit_for_bit(two_ranks):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18), (0, 24), (25, 27), (28, 30), (28, 31), (28, 32)],
+    [
+        (0, 2),
+        (0, 3),
+        (4, 6),
+        (12, 13),
+        (0, 14),
+        (0, 15),
+        (16, 18),
+        (0, 24),
+        (25, 27),
+        (28, 30),
+        (28, 31),
+        (28, 32),
+    ],
 )
 def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):
     _, jobs, results = two_ranks
@@ -125,7 +154,11 @@ def test_another_number_of_ranks(two_ranks, models, batch):
         ("load", untied, root / "tp2dp2"),
         ("load", mixture | {"ep": 2}, root / "mixture"),  # two ranks hold each share of the experts
         ("load", mixture | {"ep": 2, "pp": 2, "vp": 2}, root / "mixture"),
-        ("save", mixture | {"tp": 2, "sp": True, "ep": 2, "distributed": False}, root / "tp2ep2dp2"),
+        (
+            "save",
+            mixture | {"tp": 2, "sp": True, "ep": 2, "distributed": False},
+            root / "tp2ep2dp2",
+        ),
         ("load", mixture | {"tp": 2, "sp": True, "ep": 2, "etp": 2}, root / "tp2ep2dp2"),
     ]
     four = launch(WORKER, "run", 4, batch=batch[0], weights_N=batch[1], jobs=jobs)[0]
@@ -170,11 +203,18 @@ def test_a_bit_that_was_not_loaded_is_noticed_in_every_layout(two_ranks):
         for rank in ranks if kind == "load" else ():
             if "error" in rank:
                 continue
-            assert {noticed.split(".")[0] for noticed in rank["noticed"]} >= {"model", "optimizer"}, case
+            assert {noticed.split(".")[0] for noticed in rank["noticed"]} >= {
+                "model",
+                "optimizer",
+            }, case
             for noticed in rank["noticed"]:
                 key, said = noticed.split(": ", 1)
-                begun_anew = key.startswith("average") and "nothing" in said  # the checkpoint has none
-                assert begun_anew or ("is not what was saved: 1 tensors" in said and key in said), (case, noticed)
+                # the checkpoint has none
+                begun_anew = key.startswith("average") and "nothing" in said
+                assert begun_anew or ("is not what was saved: 1 tensors" in said and key in said), (
+                    case,
+                    noticed,
+                )
 
 
 def test_every_file_is_listed_and_every_element_is_stored_once(two_ranks):
@@ -182,8 +222,12 @@ def test_every_file_is_listed_and_every_element_is_stored_once(two_ranks):
     for job, name in ((0, "tp2"), (4, "pp2"), (7, "dp2")):
         entries = [entry for rank in results for entry in rank[job]["entries"]]
         assert check_files(root / name, entries) == []
-        assert {e.path for e in entries} == {p.relative_to(root / name).as_posix() for p in (root / name).rglob("*.*")}
-        stored = sum(_elements(root / name / e.path) for e in entries if e.path.endswith(".safetensors"))
+        assert {e.path for e in entries} == {
+            p.relative_to(root / name).as_posix() for p in (root / name).rglob("*.*")
+        }
+        stored = sum(
+            _elements(root / name / e.path) for e in entries if e.path.endswith(".safetensors")
+        )
         index = json.loads((root / name / "policy/index.json").read_text())
         assert stored == sum(torch.Size(tensor["shape"]).numel() for tensor in index.values())
 

@@ -1,4 +1,5 @@
-"""Megatron's critic and reward model equal a transformers decoder with a linear head on one process, in any layout."""
+"""Megatron's critic and reward model equal a transformers decoder with a linear head on one
+process, in any layout."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, GraniteConfig, GraniteModel, GranitePreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    GraniteConfig,
+    GraniteModel,
+    GranitePreTrainedModel,
+)
 
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
@@ -22,13 +28,21 @@ LAYOUTS = [
     {"name": "qwen2", "tp": 2},
     {"name": "qwen2-tied", "pp": 2, "save": True},
     {"name": "qwen3", "tp": 2, "pp": 2, "sp": True},
-    {"name": "qwen2", "tp": 2, "pp": 2, "distributed_optimizer": True, "clip": None, "checkpoint": True},
+    {
+        "name": "qwen2",
+        "tp": 2,
+        "pp": 2,
+        "distributed_optimizer": True,
+        "clip": None,
+        "checkpoint": True,
+    },
 ]
 LAYOUTS += [
     {"name": "qwen3", "cp": 2, "tp": 2, "sp": True, "max_tokens": 40},
     {"name": "qwen2-tied", "pp": 2, "vp": 2, "distributed_optimizer": True, "max_tokens": 30},
     {"name": "llama", "cp": 2, "pp": 2, "normalize": True},
-    {"name": "granite", "tp": 2, "cp": 2, "sp": True}, {"name": "smollm3", "pp": 2, "recompute": {"recompute": "full"}},
+    {"name": "granite", "tp": 2, "cp": 2, "sp": True},
+    {"name": "smollm3", "pp": 2, "recompute": {"recompute": "full"}},
 ]
 REWARD = [  # frozen, as reward models are
     {"name": "qwen3", "tp": 2, "pp": 2, "sp": True, "frozen": True},
@@ -36,7 +50,8 @@ REWARD = [  # frozen, as reward models are
     {"name": "language-model", "tp": 2, "frozen": True},
 ]
 MEAN, STD = -0.4, 1.7  # of the scores, as config.json of a trained reward model says
-RESUMED = {"distributed_optimizer": True, "clip": None, "name": "resumed"}  # four data-parallel ranks
+# four data-parallel ranks
+RESUMED = {"distributed_optimizer": True, "clip": None, "name": "resumed"}
 FRESH = [{"name": "language-model", "tp": 2, "pp": 2}, {"name": "language-model"}]
 BF16 = {"name": "qwen2", "tp": 2, "dtype": "bf16", "distributed_optimizer": True}
 
@@ -72,9 +87,12 @@ def plain_values(model, batch) -> torch.Tensor:
 
 
 def plain_scores(model, batch) -> torch.Tensor:
-    """The head at the last token of each sequence; transformers' own pooling leaves out a last token that pads."""
+    """The head at the last token of each sequence; transformers' own pooling leaves out a last
+    token that pads."""
     with torch.no_grad():
-        states = [model.model(tokens[None]).last_hidden_state[0, -1] for tokens, _ in plain_rows(batch)]
+        states = [
+            model.model(tokens[None]).last_hidden_state[0, -1] for tokens, _ in plain_rows(batch)
+        ]
         return model.score(torch.stack(states)).squeeze(-1)
 
 
@@ -86,7 +104,9 @@ def reference(model, batch, targets: ValueTargets, clip: float | None, normalize
     """Values, gradients and AdamW steps of transformers, one sequence at a time."""
     parameters = {name: p for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in parameters.items()}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
+    )
     result: dict = {"steps": []}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -99,7 +119,9 @@ def reference(model, batch, targets: ValueTargets, clip: float | None, normalize
             result["grads"] = {name: p.grad.clone() for name, p in parameters.items()}
         metrics = {"loss/value": loss.item()}
         if clip is not None:
-            metrics["value/clip_fraction"] = value_clip_fraction(*arguments, clip=clip, tokens=targets.tokens).item()
+            metrics["value/clip_fraction"] = value_clip_fraction(
+                *arguments, clip=clip, tokens=targets.tokens
+            ).item()
         metrics["value/grad_norm"] = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0).item()
         optimizer.step()
         result["steps"].append(metrics | {"value/lr": LR})
@@ -110,7 +132,8 @@ def reference(model, batch, targets: ValueTargets, clip: float | None, normalize
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """(cases, what every rank got, references by name and clip, batch) of one launch on four ranks."""
+    """(cases, what every rank got, references by name and clip, batch) of one launch on four
+    ranks."""
     folder = tmp_path_factory.mktemp("critic")
     batch, _ = make_batch(61)
     targets = make_targets(batch)
@@ -119,7 +142,10 @@ def outcome(tmp_path_factory):
     models = {name: make_value_model(folder / name, *kind) for name, kind in families.items()}
     paths = {name: str(folder / name / "critic") for name in families}
     paths["language-model"] = str(folder / "qwen2-tied" / "lm")
-    cases = [{**case, "model": paths[case["name"]], "world_size": 4} for case in [*LAYOUTS, *FRESH, BF16, *REWARD]]
+    cases = [
+        {**case, "model": paths[case["name"]], "world_size": 4}
+        for case in [*LAYOUTS, *FRESH, BF16, *REWARD]
+    ]
     for case in cases:
         case |= {key: str(folder / key) for key in ("save", "checkpoint") if key in case}
     cases.append({"model": paths["qwen2"], **RESUMED, "load": str(folder / "checkpoint")})
@@ -128,7 +154,9 @@ def outcome(tmp_path_factory):
         model, how = models[case["name"]], (case.get("clip", CLIP), case.get("normalize", False))
         expected[case["name"], how[0]] = reference(model, batch, targets, *how)
         expected[case["name"], "scores"] = plain_scores(model, batch)
-    ranks = launch("tests.megatron.critic_parity", "run_cases", 4, cases=cases, batch=batch, targets=targets)
+    ranks = launch(
+        "tests.megatron.critic_parity", "run_cases", 4, cases=cases, batch=batch, targets=targets
+    )
     return cases, ranks, expected, batch
 
 
@@ -139,7 +167,9 @@ def test_equals_transformers(outcome, index):
     wanted = expected[case["name"], case.get("clip", CLIP)]
     for rank in ranks:
         got = rank[index]
-        assert torch.allclose(got["values"], batch.responses.take(wanted["values"], got["rows"]), atol=2e-5, rtol=1e-5)
+        assert torch.allclose(
+            got["values"], batch.responses.take(wanted["values"], got["rows"]), atol=2e-5, rtol=1e-5
+        )
         assert got["steps"] == ranks[0][index]["steps"], "metrics differ between ranks"
         for metrics, plain in zip(got["steps"], wanted["steps"], strict=True):
             assert metrics == pytest.approx(plain, rel=2e-5)
@@ -154,27 +184,44 @@ def test_equals_transformers(outcome, index):
 def test_scores_are_the_head_at_the_last_token(outcome):
     cases, ranks, expected, _ = outcome
     # a new critic's head is random
-    scored = [(i, case) for i, case in enumerate(cases) if case["name"] != "language-model" and "scores" in ranks[0][i]]
+    scored = [
+        (i, case)
+        for i, case in enumerate(cases)
+        if case["name"] != "language-model" and "scores" in ranks[0][i]
+    ]
     assert len(scored) == len(LAYOUTS) + 3
     for index, case in scored:
-        exact = {"atol": 1e-5, "rtol": 1e-5} if case.get("dtype") != "bf16" else {"atol": 0.2, "rtol": 0.1}
+        exact = (
+            {"atol": 1e-5, "rtol": 1e-5}
+            if case.get("dtype") != "bf16"
+            else {"atol": 0.2, "rtol": 0.1}
+        )
         wanted_B = scaled(expected[case["name"], "scores"], case.get("normalize", False))
         for rank in ranks:
-            assert torch.allclose(rank[index]["scores"], wanted_B[rank[index]["rows"]], **exact), case
+            assert torch.allclose(rank[index]["scores"], wanted_B[rank[index]["rows"]], **exact), (
+                case
+            )
 
 
 def test_a_reward_model_has_a_head(outcome):
     cases, ranks, _, _ = outcome
-    index = next(i for i, case in enumerate(cases) if case["name"] == "language-model" and "frozen" in case)
+    index = next(
+        i for i, case in enumerate(cases) if case["name"] == "language-model" and "frozen" in case
+    )
     refused = ranks[0][index]["refused"]
-    assert "has no value head score.weight, without which a reward model's scores are random" in refused
+    assert (
+        "has no value head score.weight, without which a reward model's scores are random"
+        in refused
+    )
 
 
 def test_continues_from_a_checkpoint_of_another_layout(outcome):
     cases, ranks, expected, _ = outcome
     index = next(i for i, case in enumerate(cases) if case["name"] == "resumed")
     for rank in ranks:
-        assert rank[index]["steps"][0] == pytest.approx(expected["qwen2", None]["steps"][1], rel=2e-5)
+        assert rank[index]["steps"][0] == pytest.approx(
+            expected["qwen2", None]["steps"][1], rel=2e-5
+        )
 
 
 def test_a_return_that_is_no_number_is_refused_before_anything_moves(outcome):
@@ -209,7 +256,11 @@ def test_a_saved_critic_is_a_sequence_classifier_of_transformers(outcome):
 
 def test_a_language_model_gets_a_small_value_head_that_every_layout_starts_with(outcome):
     cases, ranks, _, batch = outcome
-    layouts = [i for i, case in enumerate(cases) if case["name"] == "language-model" and "frozen" not in case]
+    layouts = [
+        i
+        for i, case in enumerate(cases)
+        if case["name"] == "language-model" and "frozen" not in case
+    ]
     heads = [ranks[0][i]["start"]["score.weight"] for i in layouts]
     assert torch.equal(*heads) and heads[0].std().item() == pytest.approx(1 / 65, rel=0.3)
     values = [torch.zeros(batch.responses.tokens) for _ in layouts]
@@ -234,7 +285,9 @@ def test_bf16_is_close_to_fp32(outcome):
 
 
 def test_targets_of_selected_rows_keep_the_denominator():
-    targets = ValueTargets(torch.arange(6.0), torch.ones(6), Segments(torch.tensor([3, 1, 2])), torch.tensor(6))
+    targets = ValueTargets(
+        torch.arange(6.0), torch.ones(6), Segments(torch.tensor([3, 1, 2])), torch.tensor(6)
+    )
     part = targets.select([2, 0])
     assert part.old_values_N.tolist() == [4.0, 5.0, 0.0, 1.0, 2.0] and part.tokens == 6
     assert part.segments.lengths_B.tolist() == [2, 3]

@@ -1,4 +1,5 @@
-"""The host queues the micro-batches of a step without waiting for the device: nothing is read back from it.
+"""The host queues the micro-batches of a step without waiting for the device: nothing is read back
+from it.
 
 The meta device stands in for a GPU: its tensors have no values, so that reading one is an error.
 """
@@ -26,7 +27,8 @@ PLAN = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], []]
 
 
 class OnMeta:
-    """A model on the meta device, without weights and without DDP, that runs the micro-batches of ``PLAN``."""
+    """A model on the meta device, without weights and without DDP, that runs the micro-batches of
+    ``PLAN``."""
 
     def build_chunks(self):
         self.device = META
@@ -46,7 +48,10 @@ class OnMeta:
         super().__init__(settings)
         self.config.finalize_model_grads_func = None  # that of DDP
         self.schedule.plan = lambda batch, *, forward_only: PLAN
-        self.schedule.sum_metrics = lambda shares, more=(): ({"losses": sum(bool(share) for share in shares)}, more)
+        self.schedule.sum_metrics = lambda shares, more=(): (
+            {"losses": sum(bool(share) for share in shares)},
+            more,
+        )
 
     def zero_grad(self):
         pass
@@ -70,7 +75,8 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def counts_on_the_cpu(monkeypatch):
     """Megatron counts tokens where it believes the device to be."""
-    monkeypatch.setattr(policy, "gradient_squares", lambda *of: ([0.0] * len(GROUPS),) * 2)  # of DDP's buffers
+    # of DDP's buffers
+    monkeypatch.setattr(policy, "gradient_squares", lambda *of: ([0.0] * len(GROUPS),) * 2)
     for module in (schedule, policy, critic):
         monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
 
@@ -92,12 +98,16 @@ def shaped_batches():
         yield name, algorithm, algorithm.prepare(new_N, algorithm.shape(samples)).lean().to(META)
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(2, context_parallel_size=2)], ids=["1", "cp2"])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(1), ParallelLayout(2, context_parallel_size=2)], ids=["1", "cp2"]
+)
 def test_the_policys_micro_batches_with_every_algorithm(path, layout, fetched):
     with fake_rank(layout, 0):
         model = MetaPolicy(ModelSettings(path, layout, Megatron(param_dtype="fp32")))
         for name, algorithm, shaped in shaped_batches():
-            assert model.accumulate_gradients(make_batch(61), shaped, algorithm)["losses"] == 3, name
+            assert model.accumulate_gradients(make_batch(61), shaped, algorithm)["losses"] == 3, (
+                name
+            )
         assert fetched == []
         model.logprobs(make_batch(61))
         assert len(fetched) == 1, "log-probs and entropies, once for all micro-batches"
@@ -110,7 +120,9 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
     with fake_rank(layout, 0):
         model = MetaPolicy(ModelSettings(path, layout, Megatron(param_dtype="fp32", head=head)))
         part = pack(make_batch(61).select(rows), model.schedule._pack_shape).to(META)
-        states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
+        states_LH = torch.empty(
+            len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True
+        )
         _, algorithm, shaped = next(shaped_batches())
         value, _, _ = model._loss(part, states_LH, shaped.select(rows), algorithm)
         value.backward()
@@ -120,7 +132,9 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
 def test_the_critics_micro_batches(path, fetched):
     layout, batch = ParallelLayout(1), make_batch(61)
     count = batch.responses.tokens
-    targets = ValueTargets(torch.zeros(count), torch.ones(count), batch.responses, torch.tensor(count))
+    targets = ValueTargets(
+        torch.zeros(count), torch.ones(count), batch.responses, torch.tensor(count)
+    )
     with fake_rank(layout, 0):
         model = MetaCritic(ModelSettings(path, layout, Megatron(param_dtype="fp32")))
         assert model.accumulate_gradients(batch, targets)["losses"] == 3 and fetched == []

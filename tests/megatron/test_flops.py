@@ -20,14 +20,28 @@ def test_frozen_weights_get_no_gradients():
 def test_a_model_counted_by_hand():
     """2 layers, hidden 6, 2 query heads and 1 key-value head of size 4, MLP 10, vocabulary 7."""
     shape = ModelShape(
-        model_type="qwen2", num_layers=2, hidden_size=6, ffn_hidden_size=10, num_heads=2, num_kv_heads=1, head_dim=4,
-        vocab_size=7, max_positions=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling_factor=None,
-        tied_embeddings=False, qkv_bias=True, qk_norm=False,
-    )  # fmt: skip
+        model_type="qwen2",
+        num_layers=2,
+        hidden_size=6,
+        ffn_hidden_size=10,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=7,
+        max_positions=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling_factor=None,
+        tied_embeddings=False,
+        qkv_bias=True,
+        qk_norm=False,
+    )
     flops = forward_flops(shape, [3, 2], predicted=4)
-    # per token and layer: q 6x8, k 6x4, v 6x4, o 8x6, gate and up 6x10 each, down 10x6 = 324 multiply-adds
+    # per token and layer: q 6x8, k 6x4, v 6x4, o 8x6, gate and up 6x10 each, down 10x6 = 324
+    # multiply-adds
     assert flops.layers == 2 * 2 * 324 * 5
-    # token i attends to i tokens: (1 + 2 + 3) + (1 + 2) = 9 pairs; 8 multiply-adds for a score and 8 for the value
+    # token i attends to i tokens: (1 + 2 + 3) + (1 + 2) = 9 pairs; 8 multiply-adds for a score and
+    # 8 for the value
     assert flops.attention == 2 * 2 * (8 + 8) * 9
     assert flops.head == 2 * 6 * 7 * 4
     assert flops.total == 6480 + 576 + 336 and flops.training == 3 * flops.total
@@ -35,8 +49,9 @@ def test_a_model_counted_by_hand():
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", *MIXTURES])
 def test_against_torchs_own_counter(tmp_path, family):
-    """torch counts attention in full and the head for every position; the rest has to be the same number: of a mixture
-    the router, the experts of each token, and the one of all tokens with its gate."""
+    """torch counts attention in full and the head for every position; the rest has to be the same
+    number: of a mixture the router, the experts of each token, and the one of all tokens with its
+    gate."""
     model = make_tiny_model(tmp_path, family)
     model.set_attn_implementation("eager")  # whose products the counter sees
     if family in MIXTURES:
@@ -53,5 +68,7 @@ def test_against_torchs_own_counter(tmp_path, family):
 
 def test_devices_are_found_by_name():
     assert peak_tflops("NVIDIA H100 80GB HBM3") == peak_tflops("NVIDIA H200") == 989.4
-    assert peak_tflops("NVIDIA H100 PCIe") == 756.0 and peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert (
+        peak_tflops("NVIDIA H100 PCIe") == 756.0 and peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    )
     assert peak_tflops("NVIDIA H20") == 148.0 and peak_tflops("cpu") is None

@@ -45,7 +45,10 @@ def shard(model: Path, *, index: bool) -> None:
 def test_shards_beside_a_single_file_are_two_models(model: Path, index: bool) -> None:
     require_one_model(model)
     shard(model, index=index)
-    with pytest.raises(InputError, match="holds two models: model.*safetensors beside model.*remove the files of the"):
+    with pytest.raises(
+        InputError,
+        match="holds two models: model.*safetensors beside model.*remove the files of the",
+    ):
         read_model_shape(model)
     (model / "model.safetensors").unlink()
     require_one_model(model)
@@ -67,7 +70,10 @@ def test_a_head_beside_tied_embeddings_has_to_be_the_embedding(model: Path) -> N
     require_tied_head(model)
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(InputError, match="tie_word_embeddings, and model.safetensors holds a lm_head.weight that is"):
+    with pytest.raises(
+        InputError,
+        match="tie_word_embeddings, and model.safetensors holds a lm_head.weight that is",
+    ):
         require_tied_head(model)
     tensors["lm_head.weight"] = torch.zeros(1)
     save_file(tensors, model / "model.safetensors")
@@ -80,19 +86,45 @@ def test_every_command_that_reads_a_model_refuses_two(model: Path, tmp_path: Pat
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "1", "label": "1", "question": "1", "answer": "1", "output": "1"}\n')
     reward = tmp_path / "reward.py"
-    reward.write_text("def reward_func(queries, prompts, labels, **_):\n    return {'rewards': 1.0}\n")
-    train = ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", str(data), "--reward.remote_url",
-             str(reward), "--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", "1", "--train.batch_size", "1",
-             "--actor.num_gpus_per_node", "1"]  # fmt: skip
+    reward.write_text(
+        "def reward_func(queries, prompts, labels, **_):\n    return {'rewards': 1.0}\n"
+    )
+    train = [
+        "--actor.model_name_or_path",
+        str(model),
+        "--data.prompt_dataset",
+        str(data),
+        "--reward.remote_url",
+        str(reward),
+        "--rollout.batch_size",
+        "1",
+        "--rollout.n_samples_per_prompt",
+        "1",
+        "--train.batch_size",
+        "1",
+        "--actor.num_gpus_per_node",
+        "1",
+    ]
     commands = {
         "train": [*train, "--dry_run"],
-        "train_sft": ["--model.model_name_or_path", str(model), "--data.dataset", str(data), "--data.input_key",
-                      "question", "--data.output_key", "answer", "--dry_run"],
+        "train_sft": [
+            "--model.model_name_or_path",
+            str(model),
+            "--data.dataset",
+            str(data),
+            "--data.input_key",
+            "question",
+            "--data.output_key",
+            "answer",
+            "--dry_run",
+        ],
         "plan": train,
         "convert": ["--check", str(model)],
         "evaluate": ["--model", str(model), "--data", str(data), "--reward", str(reward)],
-    }  # fmt: skip
+    }
     for command, words in commands.items():
         assert main([command, *words]) != 0, command
         said = capsys.readouterr()
-        assert "holds two models: model.safetensors beside model-00001-of-00002" in said.err + said.out, command
+        assert (
+            "holds two models: model.safetensors beside model-00001-of-00002" in said.err + said.out
+        ), command

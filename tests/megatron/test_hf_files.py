@@ -40,11 +40,16 @@ def weights(folder: Path) -> dict[str, Tensor] | None:
 
 
 def same(found: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> bool:
-    return found is not None and found.keys() == expected.keys() and all(found[n].equal(expected[n]) for n in expected)
+    return (
+        found is not None
+        and found.keys() == expected.keys()
+        and all(found[n].equal(expected[n]) for n in expected)
+    )
 
 
 def killed_after(changes: int, monkeypatch, function, *arguments) -> bool:
-    """Calls a function until it has changed the names of so many files; whether it came that far."""
+    """Calls a function until it has changed the names of so many files; whether it came that
+    far."""
     with monkeypatch.context() as patch:
         left = itertools.count(changes, -1)
 
@@ -66,21 +71,29 @@ def killed_after(changes: int, monkeypatch, function, *arguments) -> bool:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (4, 4)])
-def test_a_kill_while_files_are_replaced_costs_neither_checkpoint(source, tmp_path, monkeypatch, before, after):
+def test_a_kill_while_files_are_replaced_costs_neither_checkpoint(
+    source, tmp_path, monkeypatch, before, after
+):
     seen = set()
     for changes in itertools.count():
         target = tmp_path / f"out{changes}"
         save_tensors(OLD, source, target, SHARDS[before])
         (target / "metrics.jsonl").write_text("{}")
-        killed = killed_after(changes, monkeypatch, save_tensors, NEW, source, target, SHARDS[after])
+        killed = killed_after(
+            changes, monkeypatch, save_tensors, NEW, source, target, SHARDS[after]
+        )
         found = weights(target)
-        assert found is None or same(found, OLD) or same(found, NEW), f"a mixed checkpoint after {changes} changes"
+        assert found is None or same(found, OLD) or same(found, NEW), (
+            f"a mixed checkpoint after {changes} changes"
+        )
         # the next start may be killed as well
         killed_after(changes // 2, monkeypatch, finish_interrupted, target)
         finish_interrupted(target)
         whole = weights(target)
         seen |= {"old"} if same(whole, OLD) else {"new"} if same(whole, NEW) else {"neither"}
-        assert (target / "metrics.jsonl").read_text() == "{}" and not [p for p in target.iterdir() if p.is_dir()]
+        assert (target / "metrics.jsonl").read_text() == "{}" and not [
+            p for p in target.iterdir() if p.is_dir()
+        ]
         assert len(list(target.glob("model*.safetensors"))) in (before, after)
         if not killed:
             break
@@ -112,7 +125,10 @@ def test_a_journal_that_names_files_elsewhere_is_refused(source, tmp_path, name)
     (target / ".complete").mkdir()
     (target / ".complete/taken").write_text("x")
     (target / ".complete/files.json").write_text(json.dumps({"taken": 1, name: 1}))
-    with pytest.raises(InputError, match="files.json: .* must be the path of a file inside of the folder.*; remove "):
+    with pytest.raises(
+        InputError,
+        match="files.json: .* must be the path of a file inside of the folder.*; remove ",
+    ):
         finish_interrupted(target)
     assert same(weights(target), OLD) and {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
@@ -121,9 +137,18 @@ def test_a_journal_that_names_files_elsewhere_is_refused(source, tmp_path, name)
     ("index", "complaint"),
     [
         ([1], "must be a JSON object, got a list"),
-        ({"weight_map": ["layer0"]}, "weight_map must be a map, each value the name of a file in the same folder"),
-        ({"weight_map": {"layer0": "/etc/passwd"}}, "weight_map must be a map, each value the name of a file"),
-        ({"weight_map": {"layer0": "../source/a"}}, "weight_map must be a map, each value the name of a file"),
+        (
+            {"weight_map": ["layer0"]},
+            "weight_map must be a map, each value the name of a file in the same folder",
+        ),
+        (
+            {"weight_map": {"layer0": "/etc/passwd"}},
+            "weight_map must be a map, each value the name of a file",
+        ),
+        (
+            {"weight_map": {"layer0": "../source/a"}},
+            "weight_map must be a map, each value the name of a file",
+        ),
         ({}, "needs weight_map, has no keys"),
     ],
 )

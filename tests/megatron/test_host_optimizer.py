@@ -1,5 +1,5 @@
-"""Adam's states in host memory: blocks cut anywhere are Adam in one piece; layouts are in test_overlap, checkpoints in
-test_checkpoint, sleep in test_offload."""
+"""Adam's states in host memory: blocks cut anywhere are Adam in one piece; layouts are in
+test_overlap, checkpoints in test_checkpoint, sleep in test_offload."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ def shards(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
 def adam(groups: Sequence[Sequence[torch.Tensor]]) -> torch.optim.AdamW:
     """Groups with settings of their own."""
     return torch.optim.AdamW(
-        [{"params": [p.requires_grad_() for p in group], "lr": 0.1 / (n + 1), "weight_decay": 0.1 * n}
-         for n, group in enumerate(groups)]
-    )  # fmt: skip
+        [
+            {
+                "params": [p.requires_grad_() for p in group],
+                "lr": 0.1 / (n + 1),
+                "weight_decay": 0.1 * n,
+            }
+            for n, group in enumerate(groups)
+        ]
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -40,14 +46,18 @@ def test_blocks_cut_anywhere_are_adam_in_one_piece(sizes, block, dtypes):
     ours = [shards(group, dtype) for group, dtype in zip(sizes, dtypes, strict=False)]
     theirs = [[p.float().clone() for p in group] for group in ours]
     inner, whole = torch.optim.AdamW([torch.zeros(1)]), adam(theirs)
-    inner.param_groups = [{**group, "params": mine} for group, mine in zip(whole.param_groups, ours, strict=True)]
+    inner.param_groups = [
+        {**group, "params": mine} for group, mine in zip(whole.param_groups, ours, strict=True)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_optimizer, "_BLOCK", block)
         passing = HostOptimizer(inner)
         for step in range(1, 4):
             for mine, wanted in zip(ours, theirs, strict=True):
                 for shard, main in zip(mine, wanted, strict=True):
-                    main.grad = torch.randn(len(main), generator=torch.Generator().manual_seed(step))
+                    main.grad = torch.randn(
+                        len(main), generator=torch.Generator().manual_seed(step)
+                    )
                     shard.decoupled_grad = main.grad.clone()
             passing.step()
             whole.step()
@@ -68,6 +78,9 @@ def test_host_memory_that_is_not_there_is_an_error_with_the_rank_and_the_option(
 
     inner = torch.optim.AdamW([torch.zeros(1 << 20)])
     monkeypatch.setattr(host_optimizer.torch, "zeros", refused)
-    said = "rank 0: 0.0 GiB of host memory for Adam's states (ds.adam_offload) cannot be had: DefaultCPUAllocator"
+    said = (
+        "rank 0: 0.0 GiB of host memory for Adam's states (ds.adam_offload) cannot be had: "
+        "DefaultCPUAllocator"
+    )
     with pytest.raises(MemoryError, match=re.escape(said)):
         HostOptimizer(inner)

@@ -23,7 +23,8 @@ echo "GPU-another, 00000000:C3:00.0"
 
 @pytest.fixture
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The GPU is on node 1, which has one core that this process may use, and one that it may not."""
+    """The GPU is on node 1, which has one core that this process may use, and one that it may
+    not."""
     core = min(os.sched_getaffinity(0))
     for name, text in {
         f"bus/pci/devices/{ADDRESS}/numa_node": "1\n",
@@ -43,7 +44,8 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def affinities() -> dict[int, frozenset[int]]:
-    """Of all threads of this process. One that ends between the list and the question is not among them."""
+    """Of all threads of this process. One that ends between the list and the question is not among
+    them."""
     found = {}
     for task in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):
@@ -71,10 +73,14 @@ def test_memory_is_touched_on_the_gpus_node_and_the_process_stays_where_it_was(s
 
 @pytest.mark.parametrize("uuid", ["another", "of no GPU"], ids=["node -1", "unknown"])
 def test_where_the_node_is_not_known_the_work_is_done_as_ever(sysfs: Path, uuid: str) -> None:
-    assert numa.near_gpu(uuid, lambda: frozenset(os.sched_getaffinity(0))) == frozenset(os.sched_getaffinity(0))
+    assert numa.near_gpu(uuid, lambda: frozenset(os.sched_getaffinity(0))) == frozenset(
+        os.sched_getaffinity(0)
+    )
 
 
-def test_a_machine_without_nvidia_smi_has_no_nodes_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_nvidia_smi_has_no_nodes_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert numa.gpu_addresses() == {} and doctor._numa_nodes() == "one, or not told by /sys"
 
@@ -86,12 +92,18 @@ def test_an_nvidia_smi_that_fails_is_told_and_costs_the_place_only(sysfs: Path, 
 
 def test_rows_of_adams_states_lie_there(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registered, seen = [], []
-    runtime = SimpleNamespace(cudaHostRegister=lambda *given: registered.append(given) or 0, cudaHostUnregister=int)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *given: registered.append(given) or 0, cudaHostUnregister=int
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID)
+    )
     zeros = torch.zeros
     monkeypatch.setattr(
-        host_optimizer.torch, "zeros", lambda *size: seen.append(os.sched_getaffinity(0)) or zeros(*size)
+        host_optimizer.torch,
+        "zeros",
+        lambda *size: seen.append(os.sched_getaffinity(0)) or zeros(*size),
     )
     row = host_optimizer._host_memory(1000, torch.device("cuda", 0), _Owner())
     assert seen == [{min(os.sched_getaffinity(0))}] and registered == [(row.data_ptr(), 4000, 0)]

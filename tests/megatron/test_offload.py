@@ -1,4 +1,5 @@
-"""States that left the device and came back are the same, and while they are away their memory is free."""
+"""States that left the device and came back are the same, and while they are away their memory is
+free."""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ CASES = [
     {"dtype": "bf16", "distributed_optimizer": True},
     {"dtype": "bf16", "tp": 2},
     {"dtype": "bf16", "pp": 2, "distributed_optimizer": True},
-    {"dtype": "bf16", "distributed_optimizer": True,
-     "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}},
+    {
+        "dtype": "bf16",
+        "distributed_optimizer": True,
+        "overlap": {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "ddp_bucket_size": 2000,
+        },
+    },
     {"dtype": "bf16", "distributed_optimizer": True, "on_host_with_swaps": True},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +41,14 @@ def ranks(tmp_path_factory):
     make_tiny_model(path, tied=True)
     batch, weights_N = make_batch(61)
     cases = [{"model": str(path), **case} for case in CASES]
-    return launch("tests.megatron.offload_worker", "run_cases", 2, cases=with_world_size(cases), batch=batch,
-                  weights_N=weights_N)  # fmt: skip
+    return launch(
+        "tests.megatron.offload_worker",
+        "run_cases",
+        2,
+        cases=with_world_size(cases),
+        batch=batch,
+        weights_N=weights_N,
+    )
 
 
 def with_world_size(cases: list[dict]) -> list[dict]:
@@ -46,9 +60,14 @@ def test_training_with_swaps_equals_training_without(ranks, case):
     for rank in ranks:
         plain, swapped = rank[case]["plain"], rank[case]["swapped"]
         assert swapped["steps"] == plain["steps"]
-        assert all(torch.equal(a, b) for a, b in zip(swapped["logprobs"], plain["logprobs"], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(swapped["logprobs"], plain["logprobs"], strict=True)
+        )
         assert plain["weights"].keys() == swapped["weights"].keys()
-        assert all(torch.equal(swapped["weights"][name], tensor) for name, tensor in plain["weights"].items())
+        assert all(
+            torch.equal(swapped["weights"][name], tensor)
+            for name, tensor in plain["weights"].items()
+        )
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case) for case in CASES])
@@ -56,25 +75,39 @@ def test_all_memory_of_model_gradients_and_optimizer_is_given_back(ranks, case):
     for rank in ranks:
         first, second, third = rank[case]["swapped"]["swaps"]
         for swap in (first, second, third):
-            assert swap["left"] == 0, "something of the model, its gradients or its optimizer stayed behind"
+            assert swap["left"] == 0, (
+                "something of the model, its gradients or its optimizer stayed behind"
+            )
             assert swap["again"].room_bytes == 0, "a second offload finds nothing"
             assert swap["back"].moved_bytes == swap["had"]["parameters"] > 0
             assert swap["main_grads_are_views"], "views must stay on DDP's buffers"
         assert first["out"].room_bytes == first["total"] == sum(first["had"].values())
-        assert first["out"].moved_bytes == first["total"] - first["had"]["gradients"], "of gradients nothing travels"
-        assert second["resident"] == {"parameters"} and second["out"].moved_bytes == second["had"]["parameters"]
+        assert first["out"].moved_bytes == first["total"] - first["had"]["gradients"], (
+            "of gradients nothing travels"
+        )
+        assert (
+            second["resident"] == {"parameters"}
+            and second["out"].moved_bytes == second["had"]["parameters"]
+        )
         if CASES[case].get("on_host_with_swaps"):
-            assert first["had"]["optimizer"] == second["had"]["optimizer"] == 0, "what waits on the host does not move"
+            assert first["had"]["optimizer"] == second["had"]["optimizer"] == 0, (
+                "what waits on the host does not move"
+            )
         else:
-            assert second["had"]["optimizer"] > first["had"]["optimizer"], "Adam's moments exist after the first step"
+            assert second["had"]["optimizer"] > first["had"]["optimizer"], (
+                "Adam's moments exist after the first step"
+            )
 
 
 def test_mixed_precision_states_have_the_expected_sizes(ranks):
-    """Per parameter: 2 bytes of bf16, 4 of gradient, 12 of master weight and moments, the last shared by the copies."""
+    """Per parameter: 2 bytes of bf16, 4 of gradient, 12 of master weight and moments, the last
+    shared by the copies."""
     for rank in ranks:
-        had = rank[2]["swapped"]["swaps"][1]["had"]  # bf16, two data-parallel ranks with the distributed optimizer
+        # bf16, two data-parallel ranks with the distributed optimizer
+        had = rank[2]["swapped"]["swaps"][1]["had"]
         assert had["gradients"] == 2 * had["parameters"]
-        assert had["optimizer"] == pytest.approx(had["parameters"] / 2 * 12 / 2, rel=0.02)  # buffers are padded
+        # buffers are padded
+        assert had["optimizer"] == pytest.approx(had["parameters"] / 2 * 12 / 2, rel=0.02)
 
 
 def test_an_arena_hands_out_ranges_across_chunks():
@@ -88,7 +121,9 @@ def test_an_arena_hands_out_ranges_across_chunks():
     assert torch.cat(list(arena.pieces(0, 20)))[6:18].tolist() == [0] * 2 + [1] * 8 + [2] * 2
     first = arena.pieces(0, 8).__next__().data_ptr()
     arena.reserve(30)
-    assert arena.nbytes == 30 and next(arena.pieces(0, 8)).data_ptr() == first, "whole chunks are kept"
+    assert arena.nbytes == 30 and next(arena.pieces(0, 8)).data_ptr() == first, (
+        "whole chunks are kept"
+    )
 
 
 def test_unknown_kinds_are_refused():
@@ -140,7 +175,9 @@ def test_a_moving_average_in_blocks_is_the_formula_in_one_piece(monkeypatch):
 def test_copies_that_transformer_engine_keeps_of_weights_go_with_them():
     layer = torch.nn.Linear(4, 4)
     layer._fp8_workspaces = {"weight": torch.zeros(16, dtype=torch.uint8)}
-    states = ModelStates([torch.nn.Sequential(layer)], None, torch.device("cpu"), [FP8Layers(Recipe())])
+    states = ModelStates(
+        [torch.nn.Sequential(layer)], None, torch.device("cpu"), [FP8Layers(Recipe())]
+    )
     states.offload("gradients")
     assert layer._fp8_workspaces
     states.offload("parameters")

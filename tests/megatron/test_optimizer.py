@@ -17,8 +17,12 @@ from tests.launch import launch
 from tests.models import make_tiny_model
 
 HF_GROUPS = {  # by HF names, independently of ours
-    "norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp",
-}  # fmt: skip
+    "norm": "norms",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "self_attn": "attention",
+    "mlp": "mlp",
+}
 
 
 def expected_norms(grads: dict[str, float]) -> dict[str, float]:
@@ -34,15 +38,30 @@ def test_groups_in_every_layout(tmp_path):
     for tied in (False, True):
         models[tied] = str(tmp_path / f"tied-{tied}")
         make_tiny_model(tmp_path / f"tied-{tied}", "qwen3", tied=tied)
-    tp, pp, dp, cp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {}, {"context_parallel_size": 2}
+    tp, pp, dp, cp = (
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {},
+        {"context_parallel_size": 2},
+    )
     chosen = [  # whole gradients come from the optimizer that is not distributed
-        (False, tp, False), (False, tp, True), (False, pp, True), (False, dp, True), (False, cp, True),
-        (True, pp, False), (True, pp, True), (True, dp, True),
-    ]  # fmt: skip
-    cases = [{"model": models[tied], "layout": layout, "distributed": d} for tied, layout, d in chosen]
+        (False, tp, False),
+        (False, tp, True),
+        (False, pp, True),
+        (False, dp, True),
+        (False, cp, True),
+        (True, pp, False),
+        (True, pp, True),
+        (True, dp, True),
+    ]
+    cases = [
+        {"model": models[tied], "layout": layout, "distributed": d} for tied, layout, d in chosen
+    ]
     results = launch("tests.megatron.optimizer_worker", "run_cases", 2, cases=cases, ranks=2)
     reference = {
-        case["model"]: expected_norms(r["grads"]) for case, r in zip(cases, results[0], strict=True) if r.get("grads")
+        case["model"]: expected_norms(r["grads"])
+        for case, r in zip(cases, results[0], strict=True)
+        if r.get("grads")
     }
     for rank in results:
         for case, result in zip(cases, rank, strict=True):
@@ -56,11 +75,18 @@ def test_groups_in_every_layout(tmp_path):
             assert ("grad_norm/head" in groups) == (case["model"] == models[False])
             others = {"grad_norm/head", "grad_norm/router", "grad_norm/experts"}
             assert {f"grad_norm/{g}" for g in GROUPS} - others <= set(result["step"])
-            norm = "nothing moved: values that are not finite: the train step gave the gradient norm"
-            loss = "nothing moved: the train step gave values that are not finite: loss/policy = nan"
+            norm = (
+                "nothing moved: values that are not finite: the train step gave the gradient norm"
+            )
+            loss = (
+                "nothing moved: the train step gave values that are not finite: loss/policy = nan"
+            )
             assert result["moved"] == [f"{norm} nan", f"{norm} inf", loss], case
-            # how many micro-batches the others need; metrics and the norms of groups; the whole norm
-            assert result["reads"] == ["_most", "_sum", "get_grad_norm_fp32"], f"waits for a device: {case}"
+            # how many micro-batches the others need; metrics and the norms of groups; the whole
+            # norm
+            assert result["reads"] == ["_most", "_sum", "get_grad_norm_fp32"], (
+                f"waits for a device: {case}"
+            )
 
 
 def test_a_parameter_of_no_group_is_an_error():

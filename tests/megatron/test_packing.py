@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from openrlhf_ext.megatron.step.batch import PackShape, local_places, pack
 from tests.sequences import grouped, masked_batch
 
-SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 16, 128]))
-ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6)  # prompt, response
+SHAPES = st.builds(
+    PackShape,
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 16, 128]),
+)
+# prompt, response
+ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6)
 
 
 def ragged(rows):
@@ -24,9 +30,16 @@ def ragged(rows):
 @given(SHAPES, st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_slots_are_no_longer_than_cutting_them_evenly_takes(shape, lengths):
     slots = shape.slots(lengths)
-    assert all(slot % shape.unit == 0 and slot >= length for slot, length in zip(slots, lengths, strict=True))
-    assert all(slot - length < shape.unit for slot, length in list(zip(slots, lengths, strict=True))[:-1])
-    assert sum(slots) % shape.pack_unit == 0 and slots[-1] - lengths[-1] < shape.unit + shape.pack_unit
+    assert all(
+        slot % shape.unit == 0 and slot >= length
+        for slot, length in zip(slots, lengths, strict=True)
+    )
+    assert all(
+        slot - length < shape.unit for slot, length in list(zip(slots, lengths, strict=True))[:-1]
+    )
+    assert (
+        sum(slots) % shape.pack_unit == 0 and slots[-1] - lengths[-1] < shape.unit + shape.pack_unit
+    )
     assert shape.tokens_per_rank(lengths) * shape.context_parallel_size * shape.pieces == sum(slots)
     assert shape.tokens_per_rank(lengths) % shape.piece_unit == 0
     if shape == PackShape():
@@ -36,14 +49,18 @@ def test_slots_are_no_longer_than_cutting_them_evenly_takes(shape, lengths):
 @given(SHAPES, ROWS)
 def test_the_ranks_hold_every_token_once_and_predict_every_response_token_once(shape, rows):
     batch = ragged(rows)
-    parts = [pack(batch, shape, context_parallel_rank=rank) for rank in range(shape.context_parallel_size)]
+    parts = [
+        pack(batch, shape, context_parallel_rank=rank)
+        for rank in range(shape.context_parallel_size)
+    ]
     held = torch.cat([part.packed_L for part in parts])
     assert sorted(held[held > 0].tolist()) == list(range(1, sum(p + r for p, r in rows) + 1))
     predicted = torch.cat([part.places_N for part in parts])
     assert torch.equal(predicted.sort().values, torch.arange(sum(r for _, r in rows)))
     for part in parts:
         assert len(part.packed_L) == len(parts[0].packed_L), "equal work"
-        # the token after the one whose hidden state is taken is the target: tokens are consecutive numbers
+        # the token after the one whose hidden state is taken is the target: tokens are consecutive
+        # numbers
         assert torch.equal(part.packed_L[part.hidden_N] + 1, part.targets_N)
         assert torch.equal(batch.targets_N[part.places_N].long(), part.targets_N)
 
@@ -65,7 +82,10 @@ def test_the_pieces_of_a_rank_know_how_many_of_its_hidden_states_are_wanted(shap
     for rank in range(shape.context_parallel_size):
         part = pack(ragged(rows), shape, context_parallel_rank=rank)
         length = len(part.packed_L) // shape.pieces
-        pieces = [((part.hidden_N >= i * length) & (part.hidden_N < (i + 1) * length)) for i in range(shape.pieces)]
+        pieces = [
+            ((part.hidden_N >= i * length) & (part.hidden_N < (i + 1) * length))
+            for i in range(shape.pieces)
+        ]
         assert part.piece_counts == tuple(int(piece.sum()) for piece in pieces)
 
 
@@ -79,7 +99,8 @@ def test_moving_keeps_everything():
 
 @given(SHAPES, st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_what_fits_a_whole_number_of_pack_units_fits_with_its_padding(shape, lengths):
-    """How a budget of tokens is kept: micro-batches are filled by slots, up to a multiple of the pack's unit."""
+    """How a budget of tokens is kept: micro-batches are filled by slots, up to a multiple of the
+    pack's unit."""
     apart = PackShape(shape.context_parallel_size)
     filled = sum(apart.slots([length])[0] for length in lengths)
     capacity = -(-filled // shape.pack_unit) * shape.pack_unit
@@ -105,22 +126,36 @@ def test_a_prompt_of_several_responses_is_in_the_pack_once(groups, pieces, unit)
     predicting = batch.sequences.bounds[:-1] + batch.prompts.tokens_B
     assert twice <= set(batch.tokens_M[torch.from_numpy(predicting)].tolist())
     assert len(part.packed_L) == shape.tokens_per_rank(batch.lengths_B.tolist(), saved) * pieces
-    assert len(part.packed_L) % (pieces * unit) == 0 and part.boundaries[-1] == len(part.shared.computed_P)
-    whole, positions = part.packed_L[part.shared.computed_P], part.positions_L[part.shared.computed_P]
+    assert len(part.packed_L) % (pieces * unit) == 0 and part.boundaries[-1] == len(
+        part.shared.computed_P
+    )
+    whole, positions = (
+        part.packed_L[part.shared.computed_P],
+        part.positions_L[part.shared.computed_P],
+    )
     for row, start in enumerate(part.boundaries[:-1].tolist()):
         span = slice(start, start + int(batch.lengths_B[row]))
         assert torch.equal(whole[span], batch.sequences.take(batch.tokens_M, [row]).long())
         assert torch.equal(positions[span], torch.arange(span.stop - span.start))
     assert torch.equal(part.shared.computed_P[part.shared.kept_L], torch.arange(len(part.packed_L)))
     states = torch.randn(len(part.packed_L), 3)
-    torch.testing.assert_close(states[part.hidden_N], states[part.shared.computed_P][alone.hidden_N])
-    assert torch.equal(part.targets_N, alone.targets_N) and sum(part.piece_counts) == len(part.targets_N)
+    torch.testing.assert_close(
+        states[part.hidden_N], states[part.shared.computed_P][alone.hidden_N]
+    )
+    assert torch.equal(part.targets_N, alone.targets_N) and sum(part.piece_counts) == len(
+        part.targets_N
+    )
 
 
 def test_ranges_of_several_turns_and_rows_without_any_share_nothing_they_predict():
     tokens = torch.arange(1, 11)
-    masks = [torch.tensor(mask) for mask in ([0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9)]
+    masks = [
+        torch.tensor(mask)
+        for mask in ([0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9)
+    ]
     batch = masked_batch([tokens, tokens, tokens], masks)
     assert batch.prompts.tokens_B.tolist() == [2, 2, 0] and batch.repeated([1, 2, 0]) == [0, 0, 2]
     part = pack(batch, PackShape(shares_prompts=True))
-    assert len(part.packed_L) == 28 and torch.equal(part.packed_L[part.hidden_N] + 1, part.targets_N)
+    assert len(part.packed_L) == 28 and torch.equal(
+        part.packed_L[part.hidden_N] + 1, part.targets_N
+    )

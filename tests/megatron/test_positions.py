@@ -1,5 +1,5 @@
-"""Rotary embedding: read, computed, and refused as transformers and vLLM do; vLLM's own numbers are in
-tests/rollout/test_families.py."""
+"""Rotary embedding: read, computed, and refused as transformers and vLLM do; vLLM's own numbers are
+in tests/rollout/test_families.py."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from tests.sequences import masked_batch
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0,
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 8.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LONG = {
-    "rope_type": "longrope", "short_factor": [1.0 + n / 8 for n in range(6)],
-    "long_factor": [1.0 + n for n in range(6)], "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "short_factor": [1.0 + n / 8 for n in range(6)],
+    "long_factor": [1.0 + n for n in range(6)],
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {"rope_type": "default"}),
     "linear": ("llama", {"rope_type": "linear", "factor": 3.0}),
@@ -50,9 +56,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(path: Path, kind: str, **more: Any) -> PreTrainedModel:
     family, rope = KINDS[kind]
-    if rope["rope_type"] == "longrope":  # Phi-3's class has 4096, which comes before that of the settings
+    # Phi-3's class has 4096, which comes before that of the settings
+    if rope["rope_type"] == "longrope":
         more |= {"original_max_position_embeddings": 64}
-    return make_tiny_model(path, family, rope_parameters={"rope_theta": 5000.0, **rope}, layers=2, **more)
+    return make_tiny_model(
+        path, family, rope_parameters={"rope_theta": 5000.0, **rope}, layers=2, **more
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +70,8 @@ def test_frequencies_are_those_of_transformers_model_to_the_last_bit(tmp_path, k
     theirs, settings = model.model.rotary_emb, read_model_shape(tmp_path).rotary
     found = []
     for longest in (64, 65):
-        theirs(torch.zeros(1), torch.tensor([[longest - 1]]))  # longrope chooses by the longest position
+        # longrope chooses by the longest position
+        theirs(torch.zeros(1), torch.tensor([[longest - 1]]))
         frequencies_D, factor = rotary(settings, 16, longest)
         assert torch.equal(frequencies_D, theirs.inv_freq) and factor == theirs.attention_scaling
         found.append(frequencies_D)
@@ -80,17 +90,27 @@ def test_frequencies_are_those_of_transformers_model_to_the_last_bit(tmp_path, k
 
 
 def test_what_older_checkpoints_say_of_their_model_has_not_changed(tmp_path):
-    shape = {kind: (make(tmp_path / kind, kind), read_model_shape(tmp_path / kind))[1] for kind in list(KINDS)[:4]}
+    shape = {
+        kind: (make(tmp_path / kind, kind), read_model_shape(tmp_path / kind))[1]
+        for kind in list(KINDS)[:4]
+    }
     assert shape["plain"].rope is None and shape["plain"].rope_scaling_factor is None
     known = shape["llama3 as Megatron has it"]
-    assert known.rope is None and known.rope_scaling_factor == 16.0 and known.rotary["high_freq_factor"] == 4.0
-    assert json.loads(shape["llama3"].rope)["high_freq_factor"] == 8.0 and shape["llama3"].rope_scaling_factor is None
+    assert (
+        known.rope is None
+        and known.rope_scaling_factor == 16.0
+        and known.rotary["high_freq_factor"] == 4.0
+    )
+    assert (
+        json.loads(shape["llama3"].rope)["high_freq_factor"] == 8.0
+        and shape["llama3"].rope_scaling_factor is None
+    )
 
 
 LAYOUTS = {
     1: [{}, {"recompute": {"recompute": "full"}}],
     2: [{"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2, "recompute": {"recompute": "selective"}}],
-}  # fmt: skip
+}
 SCALED = ("linear", "llama3", "yarn of qwen3", "yarn, attention_factor", "longrope")
 
 
@@ -115,9 +135,19 @@ def expected(tmp_path_factory):
 def test_beyond_the_original_window_the_policy_equals_transformers(expected, world_size):
     batch, weights_N, made = expected
     common = {"world_size": world_size, "temperature": TEMPERATURE, "steps": 0, "max_len": 200}
-    cases = [{"model": made[kind][0], "kind": kind, **common, **layout}
-             for kind in SCALED for layout in LAYOUTS[world_size]]  # fmt: skip
-    ranks = launch("tests.megatron.parity", "run_cases", world_size, cases=cases, batch=batch, weights_N=weights_N)
+    cases = [
+        {"model": made[kind][0], "kind": kind, **common, **layout}
+        for kind in SCALED
+        for layout in LAYOUTS[world_size]
+    ]
+    ranks = launch(
+        "tests.megatron.parity",
+        "run_cases",
+        world_size,
+        cases=cases,
+        batch=batch,
+        weights_N=weights_N,
+    )
     for number, case in enumerate(cases):
         _, wanted, loaded = made[case["kind"]]
         for rank in ranks:
@@ -135,7 +165,8 @@ REFUSED = [
     ({"rope_type": "dynamic", "factor": 2.0}, "got 'dynamic': its frequencies change with the length of a sequence"),
     ({"rope_type": "mrope"}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 'mrope'"),
     ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
-     "rotary settings of their own for some layers (full_attention, sliding_attention) are not built"),
+     "rotary settings of their own for some layers (full_attention, sliding_attention) are not "
+     "built"),
     ({**YARN, "attn_factor": 0.878}, "got attn_factor: transformers and vLLM do not read others alike; mend the name"),
     ({"rope_type": "default", "mrope_section": [1, 2]}, "are rope_theta, rope_type, got mrope_section: transformers"),
     ({"factor": 4.0}, "rotary settings with factor need a rope_type: linear, llama3, yarn, longrope"),
@@ -161,7 +192,8 @@ REFUSED = [
 def test_other_settings_are_refused_by_name(tmp_path, rope, said):
     make_tiny_model(tmp_path, "llama", layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
-    for form in ({"rope_parameters": rope}, {"rope_parameters": None, "rope_scaling": rope}):  # transformers 5 and 4
+    # transformers 5 and 4
+    for form in ({"rope_parameters": rope}, {"rope_parameters": None, "rope_scaling": rope}):
         (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 1e4, **config, **form}))
         with pytest.raises(InputError) as error:
             read_model_shape(tmp_path)
@@ -172,7 +204,9 @@ def test_two_forms_that_differ_are_refused(tmp_path):
     make_tiny_model(tmp_path, "llama", layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": YARN}))
-    with pytest.raises(InputError, match="rope_scaling and rope_parameters differ, of which transformers reads the"):
+    with pytest.raises(
+        InputError, match="rope_scaling and rope_parameters differ, of which transformers reads the"
+    ):
         read_model_shape(tmp_path)
 
 
@@ -180,7 +214,10 @@ def test_phi3s_class_has_an_original_window_of_its_own(tmp_path):
     """Which transformers takes where config.json has none, and before that of the settings."""
     make(tmp_path, "longrope")
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["original_max_position_embeddings"], config["rope_parameters"]["original_max_position_embeddings"]
+    del (
+        config["original_max_position_embeddings"],
+        config["rope_parameters"]["original_max_position_embeddings"],
+    )
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert read_model_shape(tmp_path).rotary["original_max_position_embeddings"] == 4096
@@ -196,7 +233,10 @@ def test_an_original_window_that_differs_beside_the_settings_is_refused(tmp_path
     config = json.loads((tmp_path / "config.json").read_text())
     more = {"rope_parameters": {**YARN, "rope_theta": 5e3}, "original_max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
-    with pytest.raises(InputError, match="original_max_position_embeddings differs in the rotary settings and beside"):
+    with pytest.raises(
+        InputError,
+        match="original_max_position_embeddings differs in the rotary settings and beside",
+    ):
         read_model_shape(tmp_path)
 
 
@@ -208,8 +248,10 @@ def test_a_part_of_a_head_beside_the_settings_is_not_overlooked(tmp_path):
         read_model_shape(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "window"), [("plain", 256), ("linear", 768), ("llama3", 256), ("yarn", 256),
-                                              ("longrope", 256)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [("plain", 256), ("linear", 768), ("llama3", 256), ("yarn", 256), ("longrope", 256)],
+)
 def test_the_window_is_that_of_vllm(tmp_path, kind, window):
     make(tmp_path, kind)
     assert read_model_shape(tmp_path).max_positions == window
@@ -220,8 +262,14 @@ def test_engines_are_told_what_they_would_ignore(tmp_path):
     for kind in KINDS:
         make(tmp_path / kind, kind)
         told[kind] = engine_overrides(read_model_shape(tmp_path / kind).rotary)
-    assert {kind for kind, own in told.items() if own} == {kind for kind in KINDS if kind[:4] in ("yarn", "long")}
-    assert told["yarn"]["max_position_embeddings"] == read_model_shape(tmp_path / "yarn").max_positions == 256
+    assert {kind for kind, own in told.items() if own} == {
+        kind for kind in KINDS if kind[:4] in ("yarn", "long")
+    }
+    assert (
+        told["yarn"]["max_position_embeddings"]
+        == read_model_shape(tmp_path / "yarn").max_positions
+        == 256
+    )
     assert told["longrope, attention_factor"]["rope_parameters"]["short_mscale"] == 1.25
 
 
@@ -231,5 +279,7 @@ def test_packs_grow_with_their_tokens_to_131072():
         batch = sequence_batch([np.full(length, 5, np.int32)], [((length // 32, length),)])
         for ranks in (1, 8):
             part = pack(batch, PackShape(context_parallel_size=ranks))
-            sizes.append(sum(value.nbytes for value in vars(part).values() if torch.is_tensor(value)))
+            sizes.append(
+                sum(value.nbytes for value in vars(part).values() if torch.is_tensor(value))
+            )
     assert sizes[2] <= 8.2 * sizes[0] and sizes[3] <= 8.2 * sizes[1] and sizes[2] < 64 * 131_072

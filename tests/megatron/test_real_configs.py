@@ -1,7 +1,9 @@
-"""Configurations of published models, without their weights: each is built, or refused by what is missing.
+"""Configurations of published models, without their weights: each is built, or refused by what is
+missing.
 
-``real_configs.json`` has a model, where its ``config.json`` was found ("from memory": nowhere; entries that say nothing
-of the computation are left out), its parameters in billions as its model card says them, and why it is refused.
+``real_configs.json`` has a model, where its ``config.json`` was found ("from memory": nowhere;
+entries that say nothing of the computation are left out), its parameters in billions as its model
+card says them, and why it is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ LAYERS = 4  # of the ones that are built: more are alike
 
 
 def cut(config: dict[str, Any]) -> dict[str, Any]:
-    each = {name: value[:LAYERS] for name, value in config.items() if name in ("layer_types", "no_rope_layers")}
+    each = {
+        name: value[:LAYERS]
+        for name, value in config.items()
+        if name in ("layer_types", "no_rope_layers")
+    }
     return config | each | {"num_hidden_layers": LAYERS}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["name"])
-def test_a_published_model_is_built_or_refused_by_what_is_missing(model: dict[str, Any], tmp_path: Path) -> None:
+def test_a_published_model_is_built_or_refused_by_what_is_missing(
+    model: dict[str, Any], tmp_path: Path
+) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(model["config"]))
     if "refused" in model:

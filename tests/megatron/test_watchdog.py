@@ -37,29 +37,58 @@ def test_phases_without_trouble_change_nothing(seen) -> None:
 @pytest.mark.parametrize(
     ("case", "phase", "culprit", "why", "doing"),
     [
-        ("one_rank_sleeps", "training step", 1, "Arrived, but not in a collective",
-         r"in 'training step' for [\d.]+ s, is at one_rank_sleeps \(megatron/watchdog_worker.py:\d+\)"),
-        ("one_rank_lags", "training step", 2, "Not arrived",
-         r"in 'forward > reading a file' for [\d.]+ s, is at one_rank_lags"),
-        ("one_rank_raises", "loading", 0, "Failed",
-         r"left 'loading' [\d.]+ s ago with ValueError: the 3rd expert is missing, is at one_rank_raises"),
-        ("one_rank_is_stopped", "saving", 3, "Not answering",
-         r"its process is stopped or blocked, or its machine cannot be reached"),
+        (
+            "one_rank_sleeps",
+            "training step",
+            1,
+            "Arrived, but not in a collective",
+            r"in 'training step' for [\d.]+ s, is at one_rank_sleeps "
+            r"\(megatron/watchdog_worker.py:\d+\)",
+        ),
+        (
+            "one_rank_lags",
+            "training step",
+            2,
+            "Not arrived",
+            r"in 'forward > reading a file' for [\d.]+ s, is at one_rank_lags",
+        ),
+        (
+            "one_rank_raises",
+            "loading",
+            0,
+            "Failed",
+            r"left 'loading' [\d.]+ s ago with ValueError: the 3rd expert is missing, is at "
+            r"one_rank_raises",
+        ),
+        (
+            "one_rank_is_stopped",
+            "saving",
+            3,
+            "Not answering",
+            r"its process is stopped or blocked, or its machine cannot be reached",
+        ),
     ],
-)  # fmt: skip
-def test_the_waiting_ranks_name_the_one_they_wait_for(seen, case, phase, culprit, why, doing) -> None:
+)
+def test_the_waiting_ranks_name_the_one_they_wait_for(
+    seen, case, phase, culprit, why, doing
+) -> None:
     for rank in set(range(WORLD)) - {culprit}:
         message = seen[rank][case]
-        assert message.startswith(f"RanksMissingError: rank {rank} waited in vain in '{phase}'"), message
+        assert message.startswith(f"RanksMissingError: rank {rank} waited in vain in '{phase}'"), (
+            message
+        )
         assert f"{why}: rank {culprit}.\n  rank {culprit}: " in message, message
         assert re.search(doing, message), message
         assert f"--megatron.collective_timeout_s (now {TIMEOUT_S:g})" in message
         assert f"rank {rank}: in '{phase}' for" in message and "waits in a collective at" in message
-        assert float(seen[rank][f"seconds of {case}"]) < SOONER_S, "it waited for more than its collective"
+        assert float(seen[rank][f"seconds of {case}"]) < SOONER_S, (
+            "it waited for more than its collective"
+        )
     assert "RanksMissingError" not in seen[culprit][case]
 
 
-# ---- ranks as threads -----------------------------------------------------------------------------------------------
+# ---- ranks as threads
+# -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -96,7 +125,10 @@ def test_only_the_first_ranks_are_listed_and_the_suspects_always() -> None:
                 monitor._enter("forward")
         report = describe_ranks(made[0].addresses)
     lines = report.splitlines()
-    assert lines[:2] == ["Not arrived: rank 37.", lines[1]] and "rank 37: has entered no phase yet" in lines[1]
+    assert (
+        lines[:2] == ["Not arrived: rank 37.", lines[1]]
+        and "rank 37: has entered no phase yet" in lines[1]
+    )
     assert lines[-1].strip() == "and 24 more ranks" and len(lines) == 1 + 16 + 1
 
 
@@ -115,14 +147,22 @@ def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
             thread.start()
         for thread in threads:
             thread.join(timeout=PATIENCE_S)
-    assert len(messages) == 2 and all("\nNot arrived: rank 2.\n" in message for message in messages), messages
+    assert len(messages) == 2 and all(
+        "\nNot arrived: rank 2.\n" in message for message in messages
+    ), messages
 
 
 def state(rank: int, **fields) -> RankState:
     common = {
-        "count": 3, "phase": "forward", "last": None, "seconds": 1.0, "place": "x", "in_collective": True,
-        "waited": False, "error": None,
-    }  # fmt: skip
+        "count": 3,
+        "phase": "forward",
+        "last": None,
+        "seconds": 1.0,
+        "place": "x",
+        "in_collective": True,
+        "waited": False,
+        "error": None,
+    }
     return RankState(rank=rank, **{**common, **fields})
 
 
@@ -133,8 +173,14 @@ def state(rank: int, **fields) -> RankState:
         ([state(0), state(1, in_collective=False)], {"Arrived, but not in a collective": [1]}),
         ([state(0, waited=True, in_collective=False), state(1)], {}),
         ([state(0), state(1, count=2), state(2, phase=None)], {"Not arrived": [1, 2]}),
-        ([state(0), state(1, phase=None, error="ValueError: no"), state(2, in_collective=False)], {"Failed": [1]}),
-        ([state(0), TimeoutError("timed out"), state(2, count=2)], {"Not answering": [1], "Not arrived": [2]}),
+        (
+            [state(0), state(1, phase=None, error="ValueError: no"), state(2, in_collective=False)],
+            {"Failed": [1]},
+        ),
+        (
+            [state(0), TimeoutError("timed out"), state(2, count=2)],
+            {"Not answering": [1], "Not arrived": [2]},
+        ),
         ([ConnectionRefusedError()], {"Not answering": [0]}),
         (
             [state(0, begun={"tp 3": 7}), state(1, begun={"tp 3": 6}), state(2, begun={"tp 4": 2})],
@@ -167,7 +213,12 @@ def test_who_is_suspected(states, wanted) -> None:
     ("error", "wanted"),
     [
         (dist.DistBackendError("NCCL error"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:6"), True),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:6"
+            ),
+            True,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (watchdog.RanksMissingError("gloo timed out waiting"), False),
         (KeyError("nccl"), False),
@@ -198,23 +249,43 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
         "    print('not stuck', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == watchdog.EXIT_CODE and "not stuck" in run.stdout, run.stderr
-    assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
+    assert (
+        "rank 0 has stood still for" in run.stderr
+        and "in 'training step', so it ends" in run.stderr
+    )
     assert "(--megatron.collective_timeout_s is 3)" in run.stderr and "is at <module>" in run.stderr
 
 
 def entry(group: str, number: int, state: str, p2p: int | None = None) -> dict:
     """A call as torch 2.13 records it (FlightRecorderDetail.hpp, ``dump_json``)."""
     return {
-        "process_group": [group, "TENSOR_MODEL_PARALLEL_GROUP"], "collective_seq_id": number, "is_p2p": p2p is not None,
-        "p2p_seq_id": p2p or 0, "profiling_name": "nccl:send 0->1" if p2p else "nccl:all_reduce", "state": state,
-    }  # fmt: skip
+        "process_group": [group, "TENSOR_MODEL_PARALLEL_GROUP"],
+        "collective_seq_id": number,
+        "is_p2p": p2p is not None,
+        "p2p_seq_id": p2p or 0,
+        "profiling_name": "nccl:send 0->1" if p2p else "nccl:all_reduce",
+        "state": state,
+    }
 
 
-def test_a_rank_that_waits_at_a_line_of_its_own_says_which_call_of_nccl_is_not_done(monkeypatch) -> None:
-    trace = {"entries": [entry("3", 6, "completed"), entry("3", 7, "started"), entry("3", 7, "scheduled", p2p=9)]}
-    dump = lambda calls, only_active: json.dumps(trace).encode() if calls and not only_active else b"{}"  # noqa: E731
+def test_a_rank_that_waits_at_a_line_of_its_own_says_which_call_of_nccl_is_not_done(
+    monkeypatch,
+) -> None:
+    trace = {
+        "entries": [
+            entry("3", 6, "completed"),
+            entry("3", 7, "started"),
+            entry("3", 7, "scheduled", p2p=9),
+        ]
+    }
+
+    def dump(calls, only_active):
+        return json.dumps(trace).encode() if calls and not only_active else b"{}"
+
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     with monitors(1) as (monitor,), monitor.phase("training"):
         report = monitor.report()

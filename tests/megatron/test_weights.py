@@ -50,9 +50,12 @@ from tests.models import make_tiny_model, make_tiny_policy, rows_of, save_tensor
 
 FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +70,11 @@ def models(tmp_path_factory):
 
 def layout(tp: int = 1, pp: int = 1, cp: int = 1, vp: int = 1) -> dict:
     return {
-        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "context_parallel_size": cp,
         "virtual_pipeline_size": vp,
-    }  # fmt: skip
+    }
 
 
 LAYOUTS = {
@@ -87,10 +92,15 @@ def test_round_trip_is_bit_exact(models, tmp_path, world_size):
     folders = launch(*worker, target=str(tmp_path), **arguments)[0]
     sources = [path for path in models.values() for _ in layouts]
     for source, folder in zip(sources, folders, strict=True):
-        before, after = load_file(source / "model.safetensors"), load_file(f"{folder}/model.safetensors")
+        before, after = (
+            load_file(source / "model.safetensors"),
+            load_file(f"{folder}/model.safetensors"),
+        )
         assert set(before) == set(after)
         assert all(torch.equal(before[name], after[name]) for name in before), folder
-        assert json.loads((source / "config.json").read_text()) == json.loads(open(f"{folder}/config.json").read())
+        assert json.loads((source / "config.json").read_text()) == json.loads(
+            open(f"{folder}/config.json").read()
+        )
 
 
 def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
@@ -102,7 +112,8 @@ def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, si
 
 
 def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of ``to_shard``)."""
+    """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of
+    ``to_shard``)."""
     tensors = [shards[0].new_empty(s) for s in hf_shapes(rule, shape)]
     for rank, shard in enumerate(shards):
         for piece in placement(rule, shape, Shard(rank, len(shards))):
@@ -110,7 +121,8 @@ def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Ten
     return tensors
 
 
-# ---- the map --------------------------------------------------------------------------------------------------------
+# ---- the map
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -127,31 +139,61 @@ def test_shards_put_together_give_the_tensor_back(models, family, tied, size):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(3, 70), st.data())
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3),
+    st.integers(3, 70),
+    st.data(),
+)
 def test_every_entry_of_an_hf_tensor_has_exactly_one_place(size, kv_heads, queries, vocab, data):
     shape = ModelShape(
-        model_type="qwen2", num_layers=1, hidden_size=16, ffn_hidden_size=8 * size, num_heads=kv_heads * queries * 8,
-        num_kv_heads=kv_heads, head_dim=8, vocab_size=vocab, max_positions=8, rms_norm_eps=1e-6, rope_theta=1e4,
-        rope_scaling_factor=None, tied_embeddings=data.draw(st.booleans()), qkv_bias=True, qk_norm=False,
-    )  # fmt: skip
+        model_type="qwen2",
+        num_layers=1,
+        hidden_size=16,
+        ffn_hidden_size=8 * size,
+        num_heads=kv_heads * queries * 8,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        vocab_size=vocab,
+        max_positions=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling_factor=None,
+        tied_embeddings=data.draw(st.booleans()),
+        qkv_bias=True,
+        qk_norm=False,
+    )
     for rule in stage_rules(shape, range(1), True, True):
         if rule.split == "replicated":
             continue
         ranks = [shard_runs(rule, shape, Shard(rank, size)) for rank in range(size)]
         assert len({sum(map(len, runs)) for runs in ranks}) == 1, "shards of one size"
         for tensor, whole in enumerate(hf_shapes(rule, shape)):
-            held = Counter(i for runs in ranks for r in runs if r.tensor == tensor for i in range(r.start, r.stop))
+            held = Counter(
+                i
+                for runs in ranks
+                for r in runs
+                if r.tensor == tensor
+                for i in range(r.start, r.stop)
+            )
             assert held == Counter(range(whole[rule.axis])), rule
 
 
 def test_query_rows_stand_beside_their_key_and_value(models):
     """Megatron's layout of a group: its queries, its key, its value."""
     shape = read_model_shape(models["qwen2", False])
-    (rule,) = [r for r in stage_rules(shape, range(1), False, False) if r.parameter.endswith("linear_qkv.bias")]
+    (rule,) = [
+        r
+        for r in stage_rules(shape, range(1), False, False)
+        if r.parameter.endswith("linear_qkv.bias")
+    ]
     q, k, v = torch.arange(64), 1000 + torch.arange(32), 2000 + torch.arange(32)
     expected = torch.cat([q[32:], k[16:], v[16:]])
     assert torch.equal(to_shard(rule, [q, k, v], shape, 1, 2), expected)
-    assert torch.equal(torch.cat([to_shard(rule, [q, k, v], shape, r, 4) for r in (2, 3)]), expected)
+    assert torch.equal(
+        torch.cat([to_shard(rule, [q, k, v], shape, r, 4) for r in (2, 3)]), expected
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -162,18 +204,23 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
         with safe_open(path / "model.safetensors", "pt") as f:
             assert sorted(names) == sorted(f.keys())
         places = ParallelLayout(2, **layout(pp=2, vp=chunks))
-        owned = [name for held in parameters(shape, places) if held.gives for name in held.rule.hf_names]
+        owned = [
+            name for held in parameters(shape, places) if held.gives for name in held.rule.hf_names
+        ]
         assert owned == names, "exported in the order in which they are announced"
 
 
-# ---- who gives what, and vLLM's own sender over it ----------------------------------------------------------------
+# ---- who gives what, and vLLM's own sender over it
+# ----------------------------------------------------------------
 
 
 UNEVEN = {**layout(tp=2, pp=2), "decoder_last_pipeline_num_layers": 1}
 
 
 @pytest.mark.parametrize("most_streams", [1, 8])
-@pytest.mark.parametrize("degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2), UNEVEN])
+@pytest.mark.parametrize(
+    "degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2), UNEVEN]
+)
 def test_every_entry_is_given_by_one_rank(models, degrees, most_streams):
     """Of the first replica; or of the tensor-parallel group whose share it is."""
     for path in models.values():
@@ -197,7 +244,8 @@ def test_every_entry_is_given_by_one_rank(models, degrees, most_streams):
 
 
 def test_vllms_own_sender_takes_the_exporter_as_its_source(models):
-    """vllm 0.32.0 distributed/weight_transfer: its checks of a source, its packing, its groups; NCCL is missing."""
+    """vllm 0.32.0 distributed/weight_transfer: its checks of a source, its packing, its groups;
+    NCCL is missing."""
     path = models["qwen2", False]
     arguments = {"model": str(path), "layout": {"tensor_parallel_size": 2}, "ranks": 2}
     first, other = launch("tests.megatron.weight_source", "send", 2, **arguments)
@@ -210,13 +258,16 @@ def test_vllms_own_sender_takes_the_exporter_as_its_source(models):
     assert [len(group) for group in first["groups"]] == [1, 12, 12, 12, 12, 2]
 
 
-# ---- refusals: each names what is wrong -----------------------------------------------------------------------------
+# ---- refusals: each names what is wrong
+# -----------------------------------------------------------------------------
 
 
 def test_parameters_without_a_rule_and_rules_without_a_parameter_are_listed(models):
     shape = read_model_shape(models["qwen2", False])
     rules = stage_rules(shape, range(4), True, True)
-    parameters = {rule.parameter: torch.empty(shard_shape(rule, shape, 1), device="meta") for rule in rules}
+    parameters = {
+        rule.parameter: torch.empty(shard_shape(rule, shape, 1), device="meta") for rule in rules
+    }
     assert unaccounted_parameters(rules, shape, parameters, lambda rule: Shard()) == {}
     parameters["extra"] = parameters.pop("decoder.final_layernorm.weight")
     parameters["output_layer.weight"] = torch.empty(3, 3, device="meta")
@@ -244,7 +295,9 @@ def test_what_does_not_fit_is_listed_by_name(models, tmp_path):
         tensors["surprise.weight"] = torch.ones(1)
         tensors.pop("model.norm.weight")
         tensors["lm_head.weight"] = torch.ones(5)
-        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(
+            torch.float8_e4m3fn
+        )
 
     paths = [
         str(models["qwen2", False]),
@@ -256,9 +309,13 @@ def test_what_does_not_fit_is_listed_by_name(models, tmp_path):
     good, listed, cut = launch("tests.megatron.weights_worker", "errors_of", 1, models=paths)[0]
     assert good == ""
     for part in (
-        "WeightMapError", "several", "no rule uses: ['surprise.weight']", "missing from the checkpoint: ['model.norm.w",
-        "lm_head.weight: (5,), config.json says (61, 64)", "F32/BF16/F16: ['model.embed_tokens.weight: F8_E4M3']",
-    ):  # fmt: skip
+        "WeightMapError",
+        "several",
+        "no rule uses: ['surprise.weight']",
+        "missing from the checkpoint: ['model.norm.w",
+        "lm_head.weight: (5,), config.json says (61, 64)",
+        "F32/BF16/F16: ['model.embed_tokens.weight: F8_E4M3']",
+    ):
         assert part in listed, listed
     assert cut.startswith("InputError") and "model.safetensors cannot be read as safetensors" in cut
 
@@ -284,7 +341,8 @@ def test_very_many_names_are_counted():
     assert "'t000'" in text and "'t039'] and 10 more" in text and "t040" not in text
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------
 
 
 def test_sharded_files_are_written_and_read(models, tmp_path):
@@ -327,28 +385,43 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(models, tmp_path):
     [
         ([("a", 0, (2, 3))], r"no rows come after row 2 of a, which has 4"),
         ([("a", 0, (4, 3))], r"no rows come after row 0 of b"),
-        ([("a", 0, (2, 3)), ("a", 3, (1, 3))], r"row 2 of a \(4, 3\) was expected, row 3 of a came, of shape \(1, 3\)"),
+        (
+            [("a", 0, (2, 3)), ("a", 3, (1, 3))],
+            r"row 2 of a \(4, 3\) was expected, row 3 of a came, of shape \(1, 3\)",
+        ),
         ([("b", 0, (5,))], r"row 0 of a .* was expected, row 0 of b"),
         ([("a", 0, (4, 2))], r"row 0 of a .* was expected, row 0 of a came, of shape \(4, 2\)"),
         ([("a", 0, (5, 3))], r"a \(4, 3\) torch.float32: 5 rows of torch.float32 came"),
-        ([("a", 0, (4, 3)), ("b", 0, (5,)), ("b", 5, (1,))], r"rows of b come after the last tensor"),
+        (
+            [("a", 0, (4, 3)), ("b", 0, (5,)), ("b", 5, (1,))],
+            r"rows of b come after the last tensor",
+        ),
     ],
     ids=["cut", "one tensor", "a gap", "another tensor", "columns", "too many", "extra"],
 )
 def test_rows_that_do_not_make_the_tensors_are_refused(tmp_path, rows, problem):
     parts = [HFRows(name, start, torch.zeros(size)) for name, start, size in rows]
     with pytest.raises(ValueError, match=problem):
-        save_hf(parts, [HFTensor("a", (4, 3)), HFTensor("b", (5,))], torch.float32, {}, tmp_path / "out")
+        save_hf(
+            parts, [HFTensor("a", (4, 3)), HFTensor("b", (5,))], torch.float32, {}, tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_never_more_than_one_bucket_above_the_own_shard(tmp_path):
-    """Of a tensor that is larger than a bucket some rows at a time are loaded, exported and written."""
-    make_tiny_model(tmp_path / "m", "llama", vocab=100_000, layers=2, heads=16)  # 2 x 102 MB of embeddings
+    """Of a tensor that is larger than a bucket some rows at a time are loaded, exported and
+    written."""
+    # 2 x 102 MB of embeddings
+    make_tiny_model(tmp_path / "m", "llama", vocab=100_000, layers=2, heads=16)
     slack = 12 << 20  # of the allocator and the measurement
     bucket = 4 << 20
     layouts = [layout(tp=2), layout(pp=2)]
-    arguments = {"model": str(tmp_path / "m"), "ranks": 2, "bucket": bucket, "target": str(tmp_path / "out")}
+    arguments = {
+        "model": str(tmp_path / "m"),
+        "ranks": 2,
+        "bucket": bucket,
+        "target": str(tmp_path / "out"),
+    }
     for rank in launch("tests.megatron.weights_worker", "measure", 2, layouts=layouts, **arguments):
         for found in rank:
             assert found["shard"] > 90 << 20
@@ -356,7 +429,8 @@ def test_never_more_than_one_bucket_above_the_own_shard(tmp_path):
     assert BUCKET_BYTES <= 512 << 20
 
 
-# ---- config.json ----------------------------------------------------------------------------------------------------
+# ---- config.json
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
@@ -375,18 +449,24 @@ def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
 def test_the_transformers_4_form_of_the_rotary_settings_is_read(models, tmp_path):
     config = json.loads((models["llama", True] / "config.json").read_text())
     config.pop("rope_parameters", None)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE})
+    )
     shape = read_model_shape(tmp_path)
     assert (shape.rope_theta, shape.rope_scaling_factor) == (5e5, 32.0)
 
 
 def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
-    fp8, entries = FP8Layers(Recipe(emulate=True)), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}
+    fp8, entries = (
+        FP8Layers(Recipe(emulate=True)),
+        {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"},
+    )
     for converters, changes in (((fp8,), entries), ((), None)):
         policy = SimpleNamespace(
-            settings=SimpleNamespace(converters=converters), average=None,
+            settings=SimpleNamespace(converters=converters),
+            average=None,
             trained=SimpleNamespace(write=lambda target, entries, value: entries),
-        )  # fmt: skip
+        )
         assert MegatronPolicy.save_hf(policy, tmp_path) == changes
 
 
@@ -400,7 +480,9 @@ def test_side_files_are_all_that_a_tokenizer_is_read_from(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "additional_chat_templates").mkdir()
     for name in ("default", "tools"):
-        (source / f"additional_chat_templates/{name}.jinja").write_text(f"{name}: {{{{ messages[0].content }}}}")
+        (source / f"additional_chat_templates/{name}.jinja").write_text(
+            f"{name}: {{{{ messages[0].content }}}}"
+        )
     assert tokenizer_fault(str(source), chat=True) is None
     target, chat = tmp_path / "target", [{"role": "user", "content": "1"}]
     tensors = load_file(source / "model.safetensors")
@@ -416,4 +498,6 @@ def test_side_files_are_all_that_a_tokenizer_is_read_from(tmp_path):
     assert "additional_chat_templates/default.jinja" not in read_side_files(source, "x")
     shutil.rmtree(source / "additional_chat_templates")
     (source / "chat_template.json").write_text('{"chat_template": "x"}')
-    assert "chat_template.json is read of processors alone" in tokenizer_fault(str(source), chat=True)
+    assert "chat_template.json is read of processors alone" in tokenizer_fault(
+        str(source), chat=True
+    )

@@ -19,7 +19,8 @@ PATIENCE = timedelta(seconds=PATIENCE_S)  # for whatever is not the subject
 
 
 def all_cases() -> dict[str, str]:
-    """What each rank's phase ended with, case by case. A broken group stays broken: every case has its own."""
+    """What each rank's phase ended with, case by case. A broken group stays broken: every case has
+    its own."""
     dist.init_process_group("gloo", timeout=PATIENCE)
     watchdog.start_watchdog(TIMEOUT_S)
     seen = {}
@@ -29,7 +30,9 @@ def all_cases() -> dict[str, str]:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
         dist.barrier()
         started = time.monotonic()
-        seen[case.__name__] = _outcome(case, lambda group=group: dist.all_reduce(torch.ones(1), group=group))
+        seen[case.__name__] = _outcome(
+            case, lambda group=group: dist.all_reduce(torch.ones(1), group=group)
+        )
         seen[f"seconds of {case.__name__}"] = f"{time.monotonic() - started:.2f}"
         dist.barrier()
     watchdog.stop_watchdog()
@@ -51,7 +54,8 @@ def _store() -> dist.Store:
 
 
 def _reports_but_of(case: Callable, *ranks: int) -> list[str]:
-    """What the store has when all other ranks are done with the case; a culprit must not go on earlier."""
+    """What the store has when all other ranks are done with the case; a culprit must not go on
+    earlier."""
     return [f"{case.__name__}/{rank}" for rank in range(dist.get_world_size()) if rank not in ranks]
 
 

@@ -40,19 +40,26 @@ class Engine:
         self.calls.append("finish")
 
     def carry(self, iterator, group, src, post_iter_func, buffer_size_bytes, num_buffers) -> None:
-        """vLLM's producer and consumer without their CUDA streams: one function of it packs, another unpacks."""
+        """vLLM's producer and consumer without their CUDA streams: one function of it packs,
+        another unpacks."""
         while (chunk := pack_tensors(iterator, post_iter_func, buffer_size_bytes)) is not None:
             parts = (chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes)
-            self.received |= {n: t.clone() for n, t in unpack_tensor(chunk.packed_tensor.clone(), *parts)}
+            self.received |= {
+                n: t.clone() for n, t in unpack_tensor(chunk.packed_tensor.clone(), *parts)
+            }
 
 
 def send(model: str, layout: dict, ranks: int) -> dict:
-    """vLLM's NCCL sender over two rounds, the second after the weights have moved; groups by layer."""
+    """vLLM's NCCL sender over two rounds, the second after the weights have moved; groups by
+    layer."""
     policy = policy_of(model, layout, ranks)
     source = Source(policy.chunks, Ownership(policy.shape, policy.settings.layout))
     client = Engine()
     sender = nccl_engine.NCCLTrainerWeightTransferEngine(
-        client=client, source=source, is_sender=dist.get_rank() == 0, packed_buffer_size_bytes=BUFFER_BYTES
+        client=client,
+        source=source,
+        is_sender=dist.get_rank() == 0,
+        packed_buffer_size_bytes=BUFFER_BYTES,
     )
     sender.model_update_group = object()
     rounds = []
@@ -63,5 +70,9 @@ def send(model: str, layout: dict, ranks: int) -> dict:
             for chunk in policy.chunks:
                 for parameter in chunk.parameters():
                     parameter.data.add_(1.0)
-    groups = [names for names, _ in source.iter_groups()] if dist.get_rank() == 0 else [0 for _ in source]
+    groups = (
+        [names for names, _ in source.iter_groups()]
+        if dist.get_rank() == 0
+        else [0 for _ in source]
+    )
     return {"rounds": rounds, "calls": client.calls, "info": client.info, "groups": groups}

@@ -26,13 +26,16 @@ _SMALL_BUCKET_BYTES = 6000  # 11 rows of 64 entries in a piece
 
 
 def policy_of(model: str, layout: dict, ranks: int, dtype: str = "fp32") -> MegatronPolicy:
-    policy_settings = ModelSettings(model, ParallelLayout(ranks, **layout), Megatron(param_dtype=dtype))
+    policy_settings = ModelSettings(
+        model, ParallelLayout(ranks, **layout), Megatron(param_dtype=dtype)
+    )
     initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
     return MegatronPolicy(policy_settings)
 
 
 def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str) -> list[str]:
-    """Loads and saves every model in every layout, on a disk that is slower than any timeout; returns the folders.
+    """Loads and saves every model in every layout, on a disk that is slower than any timeout;
+    returns the folders.
 
     Most tensors are larger than the bucket, so that they travel in several pieces.
     """
@@ -43,7 +46,8 @@ def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str)
             link = Path(target) / f"start-{os.environ['RANK']}"
             link.symlink_to(model)
             policy = policy_of(str(link), layout, ranks)
-            link.unlink()  # somebody moves the start model while it is trained: the final one has all of its files
+            # somebody moves the start model while it is trained: the final one has all of its files
+            link.unlink()
             addresses = addresses or monitors()
             policy.export_rows = partial(policy.exporter().rows, _SMALL_BUCKET_BYTES)
             if dist.get_rank() == 0:
@@ -76,11 +80,13 @@ def errors_of(models: list[str]) -> list[str]:
     return messages
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind (mapped checkpoint pages belong to the page cache)."""
+    """Memory of this process that no file stands behind (mapped checkpoint pages belong to the page
+    cache)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -89,7 +95,8 @@ def _anonymous_bytes() -> int:
 
 @contextmanager
 def peak_growth():
-    """Yields a list that holds the largest growth of anonymous memory, in bytes, when the body is done."""
+    """Yields a list that holds the largest growth of anonymous memory, in bytes, when the body is
+    done."""
     start, peak, done, result = _anonymous_bytes(), 0, threading.Event(), []
 
     def watch() -> None:
@@ -107,8 +114,11 @@ def peak_growth():
         result.append(max(peak, _anonymous_bytes()) - start)
 
 
-def measure(model: str, layouts: list[dict], ranks: int, bucket: int, target: str) -> list[dict[str, int]]:
-    """For each layout bytes above the rank's own shard while loading, exporting and saving, and the shard's."""
+def measure(
+    model: str, layouts: list[dict], ranks: int, bucket: int, target: str
+) -> list[dict[str, int]]:
+    """For each layout bytes above the rank's own shard while loading, exporting and saving, and the
+    shard's."""
     hf_weights.BUCKET_BYTES = bucket
     return [_measure(model, layout, ranks, bucket, target) for layout in layouts]
 
@@ -133,4 +143,6 @@ def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> 
         growth[name] = grown[0]
         dist.barrier()
     parallel_state.destroy_model_parallel()
-    return growth | {"shard": sum(p.numel() * 4 for chunk in policy.chunks for p in chunk.parameters())}
+    return growth | {
+        "shard": sum(p.numel() * 4 for chunk in policy.chunks for p in chunk.parameters())
+    }

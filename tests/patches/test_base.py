@@ -21,20 +21,29 @@ NUMPY = Patch(
 
 @pytest.fixture
 def install_version(monkeypatch: pytest.MonkeyPatch):
-    return lambda version: monkeypatch.setattr(base, "installed_version", lambda distribution: version)
+    return lambda version: monkeypatch.setattr(
+        base, "installed_version", lambda distribution: version
+    )
 
 
 def test_a_known_version_is_active(install_version) -> None:
     install_version("2.3.5")
     NUMPY.require_known_version()
     status = NUMPY.status()
-    assert (status.active, status.state, status.installed, status.reason) == (True, "active", "2.3.5", "because")
+    assert (status.active, status.state, status.installed, status.reason) == (
+        True,
+        "active",
+        "2.3.5",
+        "because",
+    )
 
 
 def test_another_version_is_refused_with_both_versions_and_a_remedy(install_version) -> None:
     install_version("2.4.0")
     assert NUMPY.status().state == "refused"
-    with pytest.raises(PatchRefused, match=r"some_patch.*numpy 2\.3\.5, found 2\.4\.0.*requirements/cpu\.lock"):
+    with pytest.raises(
+        PatchRefused, match=r"some_patch.*numpy 2\.3\.5, found 2\.4\.0.*requirements/cpu\.lock"
+    ):
         NUMPY.require_known_version()
 
 

@@ -45,7 +45,9 @@ def lend_and_mark(module: ModuleType) -> Iterator[None]:
 
 class DoublingLoader(SourceFileLoader):
     def source_to_code(self, data, path, *, _optimize=-1):
-        return super().source_to_code(data.replace(b"value = 1", b"value = 2"), path, _optimize=_optimize)
+        return super().source_to_code(
+            data.replace(b"value = 1", b"value = 2"), path, _optimize=_optimize
+        )
 
 
 def test_wrapper_surrounds_the_module_body(finder: PatchFinder, package: Path) -> None:
@@ -64,7 +66,9 @@ def test_loader_and_wrapper_act_together(finder: PatchFinder, package: Path) -> 
     assert "value = 1" in inspect.getsource(leaf)
 
 
-def test_other_packages_and_missing_modules_are_left_alone(finder: PatchFinder, package: Path) -> None:
+def test_other_packages_and_missing_modules_are_left_alone(
+    finder: PatchFinder, package: Path
+) -> None:
     finder.load_with("hooked", DoublingLoader)
     assert finder.find_spec("hooked_too") is None
     with pytest.raises(ModuleNotFoundError, match=r"hooked\.absent"):

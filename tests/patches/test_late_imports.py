@@ -38,13 +38,19 @@ IMPORTERS = vllm_imports.DEFERRED | {
 
 
 def test_commands_come_without_what_generates() -> None:
-    run = subprocess.run([sys.executable, "-c", TOKENIZERS], capture_output=True, text=True, timeout=PATIENCE_S)
+    run = subprocess.run(
+        [sys.executable, "-c", TOKENIZERS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("patch", [transformers_imports.PATCH, vllm_imports.PATCH], ids=lambda patch: patch.name)
+@pytest.mark.parametrize(
+    "patch", [transformers_imports.PATCH, vllm_imports.PATCH], ids=lambda patch: patch.name
+)
 @pytest.mark.parametrize(("version", "state"), [("99.0", "not needed"), (None, "not installed")])
-def test_another_version_is_left_as_it_is(patch: Patch, version: str | None, state: str, monkeypatch) -> None:
+def test_another_version_is_left_as_it_is(
+    patch: Patch, version: str | None, state: str, monkeypatch
+) -> None:
     monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda _: version)
     replace(patch, install=lambda: pytest.fail("installed")).apply()
     assert patch.status().state == state
@@ -76,7 +82,9 @@ def test_a_module_inside_a_package_comes_with_its_first_use() -> None:
 
 
 @pytest.mark.parametrize("disabled", ["1", "0"])
-def test_the_compiler_is_absent_only_where_nothing_is_compiled(disabled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_absent_only_where_nothing_is_compiled(
+    disabled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "TORCHDYNAMO_DISABLE", disabled)
     monkeypatch.delitem(sys.modules, "torch._inductor", raising=False)
     with vllm_imports._without_compiler(ModuleType("vllm.env_override")):

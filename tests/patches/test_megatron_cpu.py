@@ -17,7 +17,9 @@ from openrlhf_ext.patches.megatron_cpu import bytecode_folder, rewrite_for_cpu
 from tests.launch import launch
 from tests.patience import PATIENCE_S
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA Megatron is loaded as it is")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with CUDA Megatron is loaded as it is"
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,14 @@ def test_cuda_expressions_name_the_cpu(source: str, rewritten: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["torch.cuda.is_available()", "x.to('cpu')", "f(name='cuda')", "{'cuda': 1}", "other.device('cuda')"]
+    "source",
+    [
+        "torch.cuda.is_available()",
+        "x.to('cpu')",
+        "f(name='cuda')",
+        "{'cuda': 1}",
+        "other.device('cuda')",
+    ],
 )
 def test_everything_else_stays(source: str) -> None:
     assert ast.unparse(rewrite_for_cpu(source)) == ast.unparse(ast.parse(source))
@@ -54,7 +63,9 @@ def test_line_numbers_are_kept() -> None:
 
 
 @on_cpu
-def test_random_streams_are_separate_and_do_not_disturb_the_default_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_random_streams_are_separate_and_do_not_disturb_the_default_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -164,7 +175,10 @@ def test_another_megatron_is_refused_at_import() -> None:
         """
     )
     assert result.returncode == 1
-    assert "PatchRefused: patch megatron_cpu was written for megatron-core 0.19.2, found 0.17.0" in result.stderr
+    assert (
+        "PatchRefused: patch megatron_cpu was written for megatron-core 0.19.2, found 0.17.0"
+        in result.stderr
+    )
 
 
 def test_with_cuda_megatron_is_loaded_as_it_is() -> None:

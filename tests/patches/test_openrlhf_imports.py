@@ -11,17 +11,34 @@ from openrlhf_ext.patches.base import PatchRefused
 from openrlhf_ext.patches.openrlhf_imports import DeferredName
 from tests.patience import PATIENCE_S
 
-HEAVY = ("vllm", "deepspeed", "peft", "datasets", "transformers", "sympy", "megatron.core", "openrlhf.models")
+HEAVY = (
+    "vllm",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "transformers",
+    "sympy",
+    "megatron.core",
+    "openrlhf.models",
+)
 LIGHT = (
-    "compat", "rollout.launch", "ranks.policy", "ranks.auxiliary", "driver.job", "driver.loop",
-    "driver.processes", "driver.placement",
-)  # fmt: skip
+    "compat",
+    "rollout.launch",
+    "ranks.policy",
+    "ranks.auxiliary",
+    "driver.job",
+    "driver.loop",
+    "driver.processes",
+    "driver.placement",
+)
 
 
 def test_the_driver_starts_actors_before_it_imports_what_takes_long() -> None:
     modules = ", ".join(f"openrlhf_ext.{name}" for name in LIGHT)
     code = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"
 

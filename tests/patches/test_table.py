@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_documented_table_is_the_printed_one() -> None:
     text = (ROOT / "docs" / "operating.md").read_text()
     documented = re.search(r"<!-- table: .*? -->\n(.*)\n<!-- end of table -->", text, re.DOTALL)
-    assert documented and documented[1] == render_table(), "replace it by `python -m openrlhf_ext.patches`"
+    assert documented and documented[1] == render_table(), (
+        "replace it by `python -m openrlhf_ext.patches`"
+    )
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)

@@ -33,9 +33,22 @@ print(sorted(path.removeprefix("{wheel}") for path in mapped))
 
 
 def compiled(file: Path, source: str, *needed: Path) -> Path:
-    """A shared library that calls itself as its file does, and needs others by plain names, called or not."""
+    """A shared library that calls itself as its file does, and needs others by plain names, called
+    or not."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-fPIC", "-o", str(file), f"-Wl,-soname,{file.name}", "-x", "c", "-", "-x", "none"]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(file),
+        f"-Wl,-soname,{file.name}",
+        "-x",
+        "c",
+        "-",
+        "-x",
+        "none",
+    ]
     command += ["-Wl,--no-as-needed", *map(str, needed)]
     subprocess.run(command, input=source, text=True, check=True, timeout=PATIENCE_S)
     return file
@@ -43,17 +56,21 @@ def compiled(file: Path, source: str, *needed: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cuDNN twice, in wheel/lib and in system, and a core that names one of its libraries by plain name."""
+    """cuDNN twice, in wheel/lib and in system, and a core that names one of its libraries by plain
+    name."""
     if shutil.which("gcc") is None:
         pytest.skip("there is no gcc here")
     folder = tmp_path_factory.mktemp("libraries")
     for place, version in (("wheel/lib", 919), ("system", 914)):
         compiled(folder / place / "libcudnn.so.9", "")
-        graph = compiled(folder / place / "libcudnn_graph.so.9", f"int graph(void) {{ return {version}; }}")
+        graph = compiled(
+            folder / place / "libcudnn_graph.so.9", f"int graph(void) {{ return {version}; }}"
+        )
         text = "int graph(void); int ops(void) { return graph(); }"
         ops = compiled(folder / place / "libcudnn_ops.so.9", text, graph)
         adv = "int ops(void); int adv(void) { return ops(); }"
-        compiled(folder / place / "libcudnn_adv.so.9", adv, ops, graph)  # the first by name needs the others
+        # the first by name needs the others
+        compiled(folder / place / "libcudnn_adv.so.9", adv, ops, graph)
     core = "int graph(void); int version(void) { return graph(); }"
     compiled(folder / "core.so", core, folder / "system/libcudnn_graph.so.9")
     (folder / "site/transformer_engine").mkdir(parents=True)
@@ -63,25 +80,36 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("patched", "version"), [(False, "914"), (True, "919")])
-def test_the_core_gets_the_libraries_of_the_wheel(libraries: Path, patched: bool, version: str) -> None:
+def test_the_core_gets_the_libraries_of_the_wheel(
+    libraries: Path, patched: bool, version: str
+) -> None:
     paths = {"PYTHONPATH": f"{libraries / 'site'}:{os.environ.get('PYTHONPATH', '')}"}
     paths["LD_LIBRARY_PATH"] = str(libraries / "system")
     program = RUN.format(patched=patched, wheel=libraries / "wheel/lib")
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | paths)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | paths
+    )
     assert run.returncode == 0, run.stderr
     got, mapped = run.stdout.splitlines()
     assert got == version
     if patched:  # LD_LIBRARY_PATH counts more than a wheel's own path
-        assert mapped == str([f"/libcudnn_{name}.so.9" for name in ("adv", "graph", "ops")]), "one copy of each"
+        assert mapped == str([f"/libcudnn_{name}.so.9" for name in ("adv", "graph", "ops")]), (
+            "one copy of each"
+        )
 
 
-def test_it_is_needed_with_a_gpu_and_the_wheel_only(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_needed_with_a_gpu_and_the_wheel_only(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transformer_engine_cudnn, "has_cuda", lambda: False)
     assert transformer_engine_cudnn.PATCH.need()[1].startswith("no CUDA device")
     monkeypatch.setattr(transformer_engine_cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(transformer_engine_cudnn, "wheel_folder", lambda name: None)
-    assert transformer_engine_cudnn.PATCH.need() == (False, "torch's cuDNN is not of NVIDIA's wheel")
+    assert transformer_engine_cudnn.PATCH.need() == (
+        False,
+        "torch's cuDNN is not of NVIDIA's wheel",
+    )
     monkeypatch.setattr(transformer_engine_cudnn, "wheel_folder", lambda name: libraries / "wheel")
     assert transformer_engine_cudnn.PATCH.need()[0]
     monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda _: "2.12.0")

@@ -1,4 +1,5 @@
-"""A mixture of experts in a real vLLM, with the patch and without it, through two loads of other weights."""
+"""A mixture of experts in a real vLLM, with the patch and without it, through two loads of other
+weights."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
         assert all(hasattr(module, "{vllm_moe._MARK}") for module in (method, runner))
         """
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
 

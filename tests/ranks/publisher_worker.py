@@ -35,13 +35,17 @@ from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
 from tests.rollout.updates import FakeEngine
 
-SYNC = SyncSettings("gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)), "adapter", "fp32")
+SYNC = SyncSettings(
+    "gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)), "adapter", "fp32"
+)
 
 
 Fake = FakeEngine.__ray_metadata__.modified_class
 
 
-def _small_buckets(build: Callable[..., BucketPlan], specs: list, _bucket_bytes: int, streams: list[int]) -> BucketPlan:
+def _small_buckets(
+    build: Callable[..., BucketPlan], specs: list, _bucket_bytes: int, streams: list[int]
+) -> BucketPlan:
     return build(specs, 60_000, streams)
 
 
@@ -57,8 +61,14 @@ class LocalEngine(Fake):
 
 class LocalCalls(EngineCalls):
     @classmethod
-    def start(cls, engines: list, method: str, arguments: list[tuple], what: str, timeout_s: float) -> LocalCalls:
-        return cls(what, [getattr(e, method).remote(*a) for e, a in zip(engines, arguments, strict=True)], timeout_s)
+    def start(
+        cls, engines: list, method: str, arguments: list[tuple], what: str, timeout_s: float
+    ) -> LocalCalls:
+        return cls(
+            what,
+            [getattr(e, method).remote(*a) for e, a in zip(engines, arguments, strict=True)],
+            timeout_s,
+        )
 
     def _collect(self, timeout_s: float) -> None:
         for future in wait(list(self._pending), timeout_s, FIRST_COMPLETED).done:
@@ -68,7 +78,9 @@ class LocalCalls(EngineCalls):
             except _CONSEQUENCES as error:
                 self._consequences[index] = error
             except Exception as error:
-                raise EngineFailed(f"rollout engine {index} failed while {self._what}: {error}", [index]) from error
+                raise EngineFailed(
+                    f"rollout engine {index} failed while {self._what}: {error}", [index]
+                ) from error
 
 
 class NotedSender(WeightSender):
@@ -97,8 +109,8 @@ def _store() -> dist.Store:
 
 @contextmanager
 def waits_beside_engines() -> Iterator[list[str]]:
-    """Where this rank enters a collective of all ranks while the engines are busy and rank 0 with them: on a GPU it
-    would take computing time from an engine beside it."""
+    """Where this rank enters a collective of all ranks while the engines are busy and rank 0 with
+    them: on a GPU it would take computing time from an engine beside it."""
     found: list[str] = []
 
     def all_gather_object(*arguments: Any, **options: Any) -> None:
@@ -113,7 +125,8 @@ def waits_beside_engines() -> Iterator[list[str]]:
 
 
 class FirstCalls:
-    """Notes the first call of this rank on every group, by the group's ranks: a point-to-point call or all_reduce."""
+    """Notes the first call of this rank on every group, by the group's ranks: a point-to-point call
+    or all_reduce."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, ...], str] = {}
@@ -139,13 +152,25 @@ class FirstCalls:
         dist.all_reduce, dist.batch_isend_irecv = self._kept
 
     def problems(self) -> list[str]:
-        """Groups whose first call is a point-to-point one on a rank: under NCCL all their ranks have to take part."""
+        """Groups whose first call is a point-to-point one on a rank: under NCCL all their ranks
+        have to take part."""
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.seen)
-        calls = [(rank, group, call) for rank, seen in enumerate(everyone) for group, call in seen.items()]
-        alone = [f"rank {rank} meets {group} in a {call} call" for rank, group, call in calls if "point" in call]
+        calls = [
+            (rank, group, call)
+            for rank, seen in enumerate(everyone)
+            for group, call in seen.items()
+        ]
+        alone = [
+            f"rank {rank} meets {group} in a {call} call"
+            for rank, group, call in calls
+            if "point" in call
+        ]
         missing = [
-            f"rank {rank} never calls {group}" for _, group, _ in calls for rank in group if group not in everyone[rank]
+            f"rank {rank} never calls {group}"
+            for _, group, _ in calls
+            for rank in group
+            if group not in everyone[rank]
         ]
         return alone + missing
 
@@ -172,7 +197,9 @@ def _cannot_open(handle: str) -> HostMemory:
     raise OSError("the ranks are on different hosts, says the test")
 
 
-def _not_waking_up(_engines: list, method: str, _arguments: list, what: str, _timeout_s: float) -> None:
+def _not_waking_up(
+    _engines: list, method: str, _arguments: list, what: str, _timeout_s: float
+) -> None:
     assert method == "wake_up"
     raise EngineFailed(f"rollout engine 1 failed while {what}", [1])
 
@@ -184,7 +211,9 @@ def _publish(policy: MegatronPolicy, case: dict, workers: int) -> list[str]:
         publisher = WeightPublisher(policy, replace(SYNC, workers=workers), engines)
     problems = []
     streams = publisher._exporter.streams
-    if len(streams) != case["streams"] or sum(map(len, streams)) != len({rank for ranks in streams for rank in ranks}):
+    if len(streams) != case["streams"] or sum(map(len, streams)) != len(
+        {rank for ranks in streams for rank in ranks}
+    ):
         problems.append(f"ranks of the streams: {streams}")
     own = publisher._exporter.stream
     if publisher._staging.shared != (case["shared"] and own is not None and len(streams[own]) > 1):
@@ -228,17 +257,23 @@ def _publish(policy: MegatronPolicy, case: dict, workers: int) -> list[str]:
 
 
 def _probe_problems(publisher: WeightPublisher, engines: list[LocalEngine]) -> list[str]:
-    """A difference is rounding at the start, and said where there was none; above the tolerance it ends the run.
+    """A difference is rounding at the start, and said where there was none; above the tolerance it
+    ends the run.
 
-    So it does in an engine that takes the place of another: that one gets the weights, and is asked, alone.
+    So it does in an engine that takes the place of another: that one gets the weights, and is
+    asked, alone.
     """
     tokens = SYNC.probe
-    ours_N = publisher._policy.logprobs(sequence_batch([np.array(tokens)], [[(1, len(tokens))]]), 1.0).logprobs_N
+    ours_N = publisher._policy.logprobs(
+        sequence_batch([np.array(tokens)], [[(1, len(tokens))]]), 1.0
+    ).logprobs_N
     asked: list[list[LocalEngine]] = []
 
     def prove(off: float, proof: Callable[[], object] = lambda: publisher.prove(3)) -> str:
         calls = SimpleNamespace(finish=lambda: [(ours_N + off).tolist()])
-        start = patch.object(EngineCalls, "start", lambda engines, *_: asked.append(engines) or calls)
+        start = patch.object(
+            EngineCalls, "start", lambda engines, *_: asked.append(engines) or calls
+        )
         with start, patch.object(probe.logger, "warning") as said:
             try:
                 proof()
@@ -253,17 +288,30 @@ def _probe_problems(publisher: WeightPublisher, engines: list[LocalEngine]) -> l
     engines[1].received = []
     found += [prove(off, lambda: publisher.bring_up_to_date([1], 3)) for off in (2e-6, 2e-4)]
     said = "said" if dist.get_rank() == 0 else "passes"
-    problems = [] if found == ["passes", "passes", said, "ends", "passes", "passes", "ends"] else [f"probe: {found}"]
-    if dist.get_rank() == 0 and not (len(asked) == 2 and all(one is engines[1] for (one,) in asked)):
+    problems = (
+        []
+        if found == ["passes", "passes", said, "ends", "passes", "passes", "ends"]
+        else [f"probe: {found}"]
+    )
+    if dist.get_rank() == 0 and not (
+        len(asked) == 2 and all(one is engines[1] for (one,) in asked)
+    ):
         problems.append("others than the fresh engine were asked")
     return problems
 
 
 def _differences(engines: list[LocalEngine], model: str, factor: float) -> list[str]:
-    """Names that workers of rank 0's engines do not hold as the checkpoint has them, times ``factor``."""
+    """Names that workers of rank 0's engines do not hold as the checkpoint has them, times
+    ``factor``."""
     if dist.get_rank() != 0:
         return []
     expected = load_file(f"{model}/model.safetensors")
     held = [own for engine in engines for own in engine.received]
-    found = [f"names {sorted(own.keys() ^ expected.keys())}" for own in held if own.keys() != expected.keys()]
-    return found + [n for own in held for n, t in own.items() if not torch.equal(t, expected[n] * factor)]
+    found = [
+        f"names {sorted(own.keys() ^ expected.keys())}"
+        for own in held
+        if own.keys() != expected.keys()
+    ]
+    return found + [
+        n for own in held for n, t in own.items() if not torch.equal(t, expected[n] * factor)
+    ]

@@ -20,7 +20,8 @@ Part = tuple[list[int], SequenceBatch, LossBatch]
 
 
 class MovedPolicy:
-    """Stands for a policy whose log-probs of ``rows`` are now those of ``new_N``; copies differ in the last bit."""
+    """Stands for a policy whose log-probs of ``rows`` are now those of ``new_N``; copies differ in
+    the last bit."""
 
     device = torch.device("cpu")
 
@@ -32,7 +33,9 @@ class MovedPolicy:
         self.calls += 1
         assert len(batch) == len(self.rows)
         copy = dist.get_rank() % self.layout.model_parallel_size
-        return SimpleNamespace(logprobs_N=self.segments.take(self.new_N, self.rows) * (1.0 + copy * 2.0**-52))
+        return SimpleNamespace(
+            logprobs_N=self.segments.take(self.new_N, self.rows) * (1.0 + copy * 2.0**-52)
+        )
 
 
 def parts_of_updates(
@@ -42,7 +45,8 @@ def parts_of_updates(
     segments: Segments,
     updates: int,
 ) -> dict[str, list]:
-    """For each method: this rank's (rows, part) of every update, and how often its policy ran forward."""
+    """For each method: this rank's (rows, part) of every update, and how often its policy ran
+    forward."""
     initialize_distributed(layout, PATIENCE_S, 1234)
     replica = dist.get_rank() // layout.model_parallel_size
     out = {}

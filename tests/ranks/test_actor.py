@@ -22,7 +22,11 @@ print([name for name in sys.modules if name.startswith(("openrlhf_ext.driver", "
 
 def test_ranks_import_neither_openrlhf_and_what_it_brings_nor_the_driver():
     found = subprocess.run(
-        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", _IMPORTS],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert found.stdout.split() == ["[]", "[]"]
 
@@ -40,17 +44,21 @@ def _listening() -> list[tuple[str, int]]:
 
 
 def test_rank_0_says_where_to_meet_and_the_others_go_there():
-    # servers of earlier tests may live on in this process, one of them at 127.0.0.1 with the very port that the
-    # kernel gives out next for the node's own address (seen once)
+    # servers of earlier tests may live on in this process, one of them at 127.0.0.1 with the very
+    # port that the kernel gives out next for the node's own address (seen once)
     before = _listening()
     first = RankActor(2, 0, None, None)  # its store lives as long as it does
     address, port = first.get_master_addr_port()
     assert os.environ["MASTER_ADDR"] == address and 0 < int(os.environ["MASTER_PORT"]) == port
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "0", "2")
-
-    assert [seen for seen in _listening() if seen[1] == port and seen not in before] == [(address, port)], (
-        "at the node's address, and at no other"
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == (
+        "0",
+        "0",
+        "2",
     )
+
+    assert [seen for seen in _listening() if seen[1] == port and seen not in before] == [
+        (address, port)
+    ], "at the node's address, and at no other"
 
     assert RankActor(2, 1, address, port).get_master_addr_port() == (address, port)
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", str(port))

@@ -1,4 +1,5 @@
-"""After a fit the parameters are read by everybody: only its last step may leave nothing to a next forward pass."""
+"""After a fit the parameters are read by everybody: only its last step may leave nothing to a next
+forward pass."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     model = awake(actor, epochs)
     chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
     whole = SimpleNamespace(is_beside_weights=False)
-    step = {"train_step": lambda *step: model.train_step(more=step[-2]), "plan_rates": model.plan_rates}
+    step = {
+        "train_step": lambda *step: model.train_step(more=step[-2]),
+        "plan_rates": model.plan_rates,
+    }
     actor.policy = SimpleNamespace(chunks=chunks, trained=whole, device=torch.device("cpu"), **step)
     actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
     actor.movement = SimpleNamespace(begin=lambda: None, end=lambda: None)
@@ -81,15 +85,20 @@ def test_a_policys_last_step_announces_no_other(epochs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "norm", "moved"), [(1e-3, 1.0, True), (0.0, 1.0, False), (1e-3, 0.0, False), (1e-5, 1.0, False)]
+    ("rate", "norm", "moved"),
+    [(1e-3, 1.0, True), (0.0, 1.0, False), (1e-3, 0.0, False), (1e-5, 1.0, False)],
 )
-def test_a_sync_after_a_fit_says_whether_some_weight_must_have_changed(monkeypatch, rate, norm, moved) -> None:
+def test_a_sync_after_a_fit_says_whether_some_weight_must_have_changed(
+    monkeypatch, rate, norm, moved
+) -> None:
     """``WeightPublisher.publish`` ends the run if not a bit has."""
     monkeypatch.setitem(MEASURED, "lr", rate)
     monkeypatch.setitem(MEASURED, "grad_norm", norm)
     actor, _ = policy_actor(epochs=1, numbers=100)
     told: list[tuple[int, bool]] = []
-    actor.publisher = SimpleNamespace(publish=lambda *what: told.append(what), prove=lambda *_, **__: 0.0)
+    actor.publisher = SimpleNamespace(
+        publish=lambda *what: told.append(what), prove=lambda *_, **__: 0.0
+    )
     fit(actor)
     actor.send_weights()
     actor.send_weights()
@@ -97,14 +106,20 @@ def test_a_sync_after_a_fit_says_whether_some_weight_must_have_changed(monkeypat
 
 
 @pytest.mark.parametrize(("advantages", "ends"), [([0.0, 0.5], True), ([0.0, 0.0], False)])
-def test_adapters_without_a_gradient_end_the_run_where_there_are_advantages(monkeypatch, advantages, ends) -> None:
+def test_adapters_without_a_gradient_end_the_run_where_there_are_advantages(
+    monkeypatch, advantages, ends
+) -> None:
     monkeypatch.setitem(MEASURED, "grad_norm", 0.0)
     monkeypatch.setattr(MiniBatch, "advantages", torch.tensor(advantages), raising=False)
     monkeypatch.setattr(schedule, "sum_over_replicas", lambda tensor, device: tensor)
     actor, _ = policy_actor(epochs=1, numbers=100)
     fit(actor)
     actor.policy.trained = SimpleNamespace(is_beside_weights=True)
-    with pytest.raises(NoGradientError, match="1 tokens of the mini-batch have") if ends else nullcontext():
+    with (
+        pytest.raises(NoGradientError, match="1 tokens of the mini-batch have")
+        if ends
+        else nullcontext()
+    ):
         fit(actor)
 
 

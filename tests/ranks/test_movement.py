@@ -1,4 +1,5 @@
-"""What optimizer steps move is measured on a sample: whole numbers of small parameters, a part of large ones."""
+"""What optimizer steps move is measured on a sample: whole numbers of small parameters, a part of
+large ones."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from openrlhf_ext.reporting import is_documented
 
 @pytest.fixture
 def policy(monkeypatch):
-    """Of a large parameter in bf16 with an fp32 copy, a small one of which the rank updates a part, and another's."""
+    """Of a large parameter in bf16 with an fp32 copy, a small one of which the rank updates a part,
+    and another's."""
     chunk = torch.nn.Module()
     chunk.large = torch.nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))
     chunk.small = torch.nn.Parameter(torch.zeros(10))
@@ -32,7 +34,9 @@ def policy(monkeypatch):
     monkeypatch.setattr(checkpoint, "optimizer_step", lambda optimizer: 3)
     groups = [{"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay} for decay in (0.0, 0.1)]
     optimizer = SimpleNamespace(param_groups=groups)
-    return SimpleNamespace(chunks=[chunk], optimizer=optimizer, ranges=ranges, gradient_square=lambda: 4.0)
+    return SimpleNamespace(
+        chunks=[chunk], optimizer=optimizer, ranges=ranges, gradient_square=lambda: 4.0
+    )
 
 
 def test_movement_of_a_sample(policy):
@@ -50,20 +54,35 @@ def test_movement_of_a_sample(policy):
     assert movement.take() is None, "told once"
     gauges = movement_gauges([moved, dataclasses.replace(moved, gradient_square=5.0)])
     told = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_norm": 3.0}
-    assert {name: gauges[f"update/{name}"] for name in told} == told and all(map(is_documented, gauges))
+    assert {name: gauges[f"update/{name}"] for name in told} == told and all(
+        map(is_documented, gauges)
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("update/beta2", 0.5), ("update/weight_decay", 0.1), ("update/eps", 1e-5), ("mismatch/rewards", 1e-9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("update/beta2", 0.5),
+        ("update/weight_decay", 0.1),
+        ("update/eps", 1e-5),
+        ("mismatch/rewards", 1e-9),
+    ],
+)
 def test_what_the_options_rule_out_is_named(name, value, caplog):
     options = Actor(adam=Adam(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0))
-    right = {"update/beta1": 0.9, "update/beta2": 0.95, "update/eps": 1e-8, "update/weight_decay": 0.0}
+    right = {
+        "update/beta1": 0.9,
+        "update/beta2": 0.95,
+        "update/eps": 1e-8,
+        "update/weight_decay": 0.0,
+    }
     for metrics in (right | {"mismatch/rewards": 0.0, "grad_norm": 1.0}, {}):
         check_gauges(3, metrics, options)
     assert caplog.messages == []
     check_gauges(3, right | {name: value}, options)
-    assert caplog.messages == [f"step 3: {name} is {value:g}: not possible with these options (docs/faults.md)"]
+    assert caplog.messages == [
+        f"step 3: {name} is {value:g}: not possible with these options (docs/faults.md)"
+    ]
 
 
 def test_what_stands_still_is_counted(policy):

@@ -1,4 +1,5 @@
-"""Token choices of later updates follow the current policy, over all ranks' completions of the mini-batch."""
+"""Token choices of later updates follow the current policy, over all ranks' completions of the
+mini-batch."""
 
 from __future__ import annotations
 
@@ -39,13 +40,22 @@ def ranks(rollout) -> list[dict]:
         shaped = get_algorithm(name, **options).shape(rollout_batch)
         shards = training_shards(shaped, chunks, deals, seed=7)
         parts[name] = [
-            [(rows, batch.select(rows), part) for rows, part in zip(own.steps, shard.mini_batches, strict=True)]
+            [
+                (rows, batch.select(rows), part)
+                for rows, part in zip(own.steps, shard.mini_batches, strict=True)
+            ]
             for own, shard in zip(deals, shards, strict=True)
         ]
     return launch(
-        "tests.ranks.reselection_worker", "parts_of_updates", LAYOUT.world_size,
-        layout=LAYOUT, by_replica=parts, new_N=new_N, segments=batch.responses, updates=UPDATES,
-    )  # fmt: skip
+        "tests.ranks.reselection_worker",
+        "parts_of_updates",
+        LAYOUT.world_size,
+        layout=LAYOUT,
+        by_replica=parts,
+        new_N=new_N,
+        segments=batch.responses,
+        updates=UPDATES,
+    )
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -58,7 +68,9 @@ def test_all_ranks_choose_as_one_process_would(ranks, rollout, name) -> None:
         parts = [rank[name][update] for rank in ranks]
         rows = sorted({row for part_rows, _ in parts for row in part_rows})
         current_N = batch.responses.take(rollout_batch.old_logprobs if update == 0 else new_N, rows)
-        whole = algorithm.prepare(current_N, shaped.mini_batch(rows), seed=7 if update == 0 else (7 << 20) + update)
+        whole = algorithm.prepare(
+            current_N, shaped.mini_batch(rows), seed=7 if update == 0 else (7 << 20) + update
+        )
         chosen.append(whole.selection)
         for part_rows, part in parts:
             own = whole.segments.take(whole.selection, [rows.index(row) for row in part_rows])
@@ -81,5 +93,11 @@ def test_other_methods_and_the_first_update_need_no_forward_pass(ranks) -> None:
 
 def test_random_choices_differ_from_update_to_update(ranks) -> None:
     """Updates 1 and 3 see the same mini-batch and policy: only the seed can make the difference."""
-    assert any(not torch.equal(rank["clip_cov"][1][1].selection, rank["clip_cov"][3][1].selection) for rank in ranks)
-    assert all(torch.equal(rank["kl_cov"][1][1].selection, rank["kl_cov"][3][1].selection) for rank in ranks)
+    assert any(
+        not torch.equal(rank["clip_cov"][1][1].selection, rank["clip_cov"][3][1].selection)
+        for rank in ranks
+    )
+    assert all(
+        torch.equal(rank["kl_cov"][1][1].selection, rank["kl_cov"][3][1].selection)
+        for rank in ranks
+    )

@@ -1,4 +1,5 @@
-"""Profiles of a rank's step: what kind of work an operation is, and that nothing is hooked outside of them."""
+"""Profiles of a rank's step: what kind of work an operation is, and that nothing is hooked outside
+of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ from openrlhf_ext.ranks.auxiliary import CriticActor
 
 class FakeCritic:
     def __init__(self, _settings: Any) -> None:
-        self.models, self.optimizer, self.device = [torch.nn.Linear(2, 2)], None, torch.device("cpu")
+        self.models, self.optimizer, self.device = (
+            [torch.nn.Linear(2, 2)],
+            None,
+            torch.device("cpu"),
+        )
         self.settings = SimpleNamespace(converters=())
 
 
@@ -53,11 +57,15 @@ def test_after_it_is_built_and_loaded_it_makes_room(critic: CriticActor, tmp_pat
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_after_it_is_saved_it_makes_room(critic: CriticActor, tmp_path: Path, monkeypatch, background: bool) -> None:
+def test_after_it_is_saved_it_makes_room(
+    critic: CriticActor, tmp_path: Path, monkeypatch, background: bool
+) -> None:
     snapshot = Snapshot(critic)
     monkeypatch.setattr(checkpoint, "take_snapshot", lambda *_, copy: snapshot)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     critic.save_state(str(tmp_path), "critic", background)
     assert rests(critic)
     assert not background or critic.has_saved(wait=True)
-    assert background or snapshot.resident == frozenset(KINDS), "without a copy the states are written from the device"
+    assert background or snapshot.resident == frozenset(KINDS), (
+        "without a copy the states are written from the device"
+    )

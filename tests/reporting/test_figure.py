@@ -20,9 +20,11 @@ def metrics_file(folder: Path, steps: int) -> Path:
     with MetricsWriter(path) as writer:
         for step in range(steps):
             train = {
-                "reward/mean": step / 100, "entropy/mean": math.nan if step == 3 else 1.0,
-                "response/length_mean": 30.0, "accuracy/mean": 0.5,
-            }  # fmt: skip
+                "reward/mean": step / 100,
+                "entropy/mean": math.nan if step == 3 else 1.0,
+                "response/length_mean": 30.0,
+                "accuracy/mean": 0.5,
+            }
             held_out = {"eval/accuracy": 0.4} if step % 10 == 0 else {}
             writer.write(step, {**train, **held_out})
     return path
@@ -80,8 +82,15 @@ def test_a_reader_never_sees_half_a_figure(tmp_path: Path) -> None:
 
 
 def test_importing_reporting_does_not_import_matplotlib() -> None:
-    program = "import sys, openrlhf_ext.reporting; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
+    program = (
+        "import sys, openrlhf_ext.reporting; print({'matplotlib', 'torch', 'numpy'} & "
+        "set(sys.modules))"
+    )
     output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert output.stdout.strip() == "set()"

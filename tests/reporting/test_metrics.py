@@ -40,7 +40,9 @@ def test_each_step_is_on_disk_before_the_next(path: Path) -> None:
 def test_every_line_is_plain_json_and_nonfinite_values_are_named(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
-    record = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    record = json.loads(
+        path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
+    )
     assert (record["a"], record["b"], record["c"]) == (None, None, 1.0)
     assert record["nonfinite"] == {"a": "nan", "b": "-inf"}
 
@@ -58,8 +60,12 @@ def test_a_label_stands_in_every_record_and_stays_when_a_run_goes_on(path: Path)
             for step in range(resume_step + 1, 4):
                 writer.write(step, {"a": math.nan})
     lines = path.read_text().splitlines()
-    assert len(lines) == 3 and all(json.loads(line)["label"].endswith(", EMULATED") for line in lines)
-    assert {record["label"] for record in read_metrics(path)} == {"FP8 current hybrid fp32, EMULATED"}
+    assert len(lines) == 3 and all(
+        json.loads(line)["label"].endswith(", EMULATED") for line in lines
+    )
+    assert {record["label"] for record in read_metrics(path)} == {
+        "FP8 current hybrid fp32, EMULATED"
+    }
     with MetricsWriter(path) as writer:
         assert "label" not in writer.write(1, {"a": 1.0})
         with pytest.raises(ValueError, match="label"):
@@ -68,7 +74,10 @@ def test_a_label_stands_in_every_record_and_stays_when_a_run_goes_on(path: Path)
 
 @pytest.mark.parametrize("value", ["1", None, [1.0], {}])
 def test_what_is_not_a_number_is_refused_by_name(path: Path, value: object) -> None:
-    with MetricsWriter(path) as writer, pytest.raises(TypeError, match="'grad_norm' must be one number"):
+    with (
+        MetricsWriter(path) as writer,
+        pytest.raises(TypeError, match="'grad_norm' must be one number"),
+    ):
         writer.write(1, {"grad_norm": value})
 
 

@@ -24,11 +24,15 @@ def test_document_lists_the_reserved_keys() -> None:
 def test_names_are_unique_and_what_is_shown_is_documented() -> None:
     table = [metric.name for metric in METRICS]
     assert len(set(table)) == len(table)
-    shown = {column.metric for column in progress.COLUMNS} | {name for panel in progress.PANELS for name in panel[:2]}
+    shown = {column.metric for column in progress.COLUMNS} | {
+        name for panel in progress.PANELS for name in panel[:2]
+    }
     assert [name for name in shown - {None} if not is_documented(name)] == []
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "reward_log/format", "algorithm/entropy_correct", "step"])
+@pytest.mark.parametrize(
+    "name", ["reward/mean", "reward_log/format", "algorithm/entropy_correct", "step"]
+)
 def test_documented(name: str) -> None:
     assert is_documented(name)
 

@@ -30,8 +30,21 @@ def lines_of(total: int | None, *steps: tuple[int, dict[str, float]]) -> list[st
 
 def test_a_line_shows_every_phase() -> None:
     header, line = lines_of(150, (7, FULL))
-    assert line.split() == ["7/150", "0.512", "0.250", "1.500", "31.5", "3.2e-05", "1234", "1.00", "0.01", "0.50",
-                            "0.75", "0.10", "2.40"]  # fmt: skip
+    assert line.split() == [
+        "7/150",
+        "0.512",
+        "0.250",
+        "1.500",
+        "31.5",
+        "3.2e-05",
+        "1234",
+        "1.00",
+        "0.01",
+        "0.50",
+        "0.75",
+        "0.10",
+        "2.40",
+    ]
     assert len(header.split()) == len(line.split())
 
 
@@ -52,7 +65,9 @@ def test_a_label_ends_every_line() -> None:
     progress = ProgressLine(3, lines.append, label="FP8 blockwise e4m3 fp32, EMULATED")
     for step in (1, 2, 3):
         progress.show(step, FULL)
-    assert len(lines) == 4 and all(line.endswith("  FP8 blockwise e4m3 fp32, EMULATED") for line in lines[1:])
+    assert len(lines) == 4 and all(
+        line.endswith("  FP8 blockwise e4m3 fp32, EMULATED") for line in lines[1:]
+    )
 
 
 def test_the_header_comes_every_twenty_lines() -> None:
@@ -67,7 +82,9 @@ def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("\n") == 2
 
 
-def test_where_the_output_is_no_terminal_a_line_says_every_half_minute_what_is_being_done(caplog) -> None:
+def test_where_the_output_is_no_terminal_a_line_says_every_half_minute_what_is_being_done(
+    caplog,
+) -> None:
     caplog.set_level(logging.INFO, logger="openrlhf_ext")
     stream, clock = io.StringIO(), [0.0]
     status = RunStatus(stream, now=lambda: clock[0])
@@ -85,16 +102,21 @@ def test_where_the_output_is_no_terminal_a_line_says_every_half_minute_what_is_b
         "starting the rollout engines: 1 min of at most 10 min",
         "waiting for a batch of rollouts: 30 s (left: about 20 s of the step, 2 min of the run), "
         "3 of 32 groups generated and graded, 120 tokens/s",
-        "waiting for a batch of rollouts: 1 min (left: about 0 s of the step, 1 min 40 s of the run), "
-        "3 of 32 groups generated and graded, 120 tokens/s",
+        "waiting for a batch of rollouts: 1 min (left: about 0 s of the step, 1 min 40 s of the "
+        "run), 3 of 32 groups generated and graded, 120 tokens/s",
     ]
     assert stream.getvalue() == "", "nothing is rewritten where it would stay"
 
 
 def test_durations_are_said_as_people_say_them() -> None:
     assert [duration(s) for s in (0.4, 59.4, 59.6, 200, 3600, 7500)] == [
-        "0 s", "59 s", "1 min", "3 min 20 s", "1 h", "2 h 5 min",
-    ]  # fmt: skip
+        "0 s",
+        "59 s",
+        "1 min",
+        "3 min 20 s",
+        "1 h",
+        "2 h 5 min",
+    ]
 
 
 # ---- outputs that are gone
@@ -126,11 +148,19 @@ def test_an_output_that_is_gone_is_an_event_and_the_run_goes_on(tmp_path, gone, 
     full = os.open("/dev/full", os.O_WRONLY)
     bad = dict.fromkeys(which, nowhere if gone == "closed pipe" else full)
     command = [sys.executable, "-c", _TWO_STEPS, str(tmp_path)]
-    done = subprocess.run(command, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | bad), timeout=PATIENCE_S)
+    done = subprocess.run(
+        command,
+        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | bad),
+        timeout=PATIENCE_S,
+    )
     os.close(nowhere)
     os.close(full)
     assert done.returncode == 0, done
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    told = [event["why"] for _, event in read_lines(tmp_path / "events.jsonl") if event["event"] == "output_lost"]
+    told = [
+        event["why"]
+        for _, event in read_lines(tmp_path / "events.jsonl")
+        if event["event"] == "output_lost"
+    ]
     reason = "Broken pipe" if gone == "closed pipe" else "No space left on device"
     assert sorted(told) == sorted(f"<{name}>: {reason}" for name in which), "each once"

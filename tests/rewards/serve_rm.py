@@ -1,5 +1,6 @@
-"""OpenRLHF's reward server as it is installed, on a CPU: ``python -m tests.rewards.serve_rm --reward.model_name_or_path
-FOLDER ...``. Its process has empty modules in place of flash_attn and deepspeed, which a forward pass does not call."""
+"""OpenRLHF's reward server as it is installed, on a CPU:
+``python -m tests.rewards.serve_rm --reward.model_name_or_path FOLDER ...``. Its process has empty
+modules in place of flash_attn and deepspeed, which a forward pass does not call."""
 
 from __future__ import annotations
 

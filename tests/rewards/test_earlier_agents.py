@@ -50,7 +50,9 @@ class AgentExecutor(AgentExecutorBase):
 def test_an_environment_with_an_awaited_init_runs(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(COUNTS.format(base="AgentExecutorBase") + OF_0_8_10)
-    with pytest.raises(ValueError, match="with a result_queue is of OpenRLHF 0.8.7 to 0.9.0, and is not run"):
+    with pytest.raises(
+        ValueError, match="with a result_queue is of OpenRLHF 0.8.7 to 0.9.0, and is not run"
+    ):
         load_agent(path)
     path.write_text(COUNTS.format(base="MultiTurnAgentExecutor") + OF_0_9_4)
     for _ in range(2):
@@ -110,7 +112,8 @@ class AgentExecutor(AgentExecutorBase):
     [
         (
             """await asyncio.to_thread(asyncio.run, llm_engine.generate(tokens, sampling_params))""",
-            "called generate from another thread or event loop than that of execute; .* define run_agent",
+            "called generate from another thread or event loop than that of execute; .* define "
+            "run_agent",
         ),
         (
             """self.engine = self.engine or llm_engine
@@ -120,7 +123,9 @@ class AgentExecutor(AgentExecutorBase):
         ),
     ],
 )
-def test_calls_that_belong_to_no_episode_end_the_run(tmp_path: Path, engine: str, says: str) -> None:
+def test_calls_that_belong_to_no_episode_end_the_run(
+    tmp_path: Path, engine: str, says: str
+) -> None:
     path = tmp_path / "agent.py"
     path.write_text(KEEPS.replace("ENGINE", engine))
     with pytest.raises(RewardImportError, match=says):
@@ -135,7 +140,9 @@ def run_twice(path: Path) -> None:
 
     async def both() -> None:
         for _ in range(2):
-            await executor.respond(GroupRequest("a", "", 1, Sampling(1.0, 1.0, None, 60)), tokenizer, engine)
+            await executor.respond(
+                GroupRequest("a", "", 1, Sampling(1.0, 1.0, None, 60)), tokenizer, engine
+            )
 
     asyncio.run(both())
 
@@ -144,5 +151,8 @@ def test_images_are_refused_not_dropped(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     shows = COUNTS.replace('"done": done,', '"done": done, "environment_images": [object()],')
     path.write_text(shows.format(base="MultiTurnAgentExecutor") + OF_0_9_4)
-    with pytest.raises(RewardImportError, match="the agent returned environment_images, and images are not supported"):
+    with pytest.raises(
+        RewardImportError,
+        match="the agent returned environment_images, and images are not supported",
+    ):
         run_twice(path)

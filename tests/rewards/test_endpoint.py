@@ -19,8 +19,13 @@ from tests.rewards.test_executor import byte_tokenizer
 
 END = "<|im_end|>"
 # like Qwen3's: what was thought in an earlier turn is gone, and the rest stripped
-FORGETFUL = CHAT_TEMPLATE.replace("message['content'] +", "message['content'].split('</think>')[-1].strip() +")
-SYSTEM = f"<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face{END}\n"
+FORGETFUL = CHAT_TEMPLATE.replace(
+    "message['content'] +", "message['content'].split('</think>')[-1].strip() +"
+)
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    f"Face{END}\n"
+)
 ASSISTANT = "<|im_start|>assistant\n"
 
 
@@ -28,16 +33,26 @@ class Episode:
     """One episode of an agent whose file has this text, with a policy that says these texts."""
 
     def __init__(
-        self, path: Path, file: str, *texts: str, engine: Any = None, template: str | None = CHAT_TEMPLATE,
-        tolerated: int = 0, timeout_s: float = PATIENCE_S, max_len: int = 600, prompt: str = "17*23?",
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        file: str,
+        *texts: str,
+        engine: Any = None,
+        template: str | None = CHAT_TEMPLATE,
+        tolerated: int = 0,
+        timeout_s: float = PATIENCE_S,
+        max_len: int = 600,
+        prompt: str = "17*23?",
+    ) -> None:
         path = path / "agent.py"
         path.write_text(dedent(file))
         self.tokenizer = byte_tokenizer(END)
         self.tokenizer.chat_template = template
         self.engine = engine or Said(list(texts), tokenizer=self.tokenizer)
         agent = load_agent(path)
-        executor = GradedAgentExecutor(agent, timeout_s, FailurePolicy(tolerated, failure_value=-1.0))
+        executor = GradedAgentExecutor(
+            agent, timeout_s, FailurePolicy(tolerated, failure_value=-1.0)
+        )
         asked = GroupRequest(prompt, "391", 1, Sampling(1.0, 1.0, None, max_len))
 
         async def run() -> Response:
@@ -52,8 +67,13 @@ class Episode:
 
     @property
     def parts(self) -> list[str]:
-        """The texts of the sequence in turn: what was given, what the policy said, what was given, ..."""
-        ends = [0, *(end for span in self.response.actions for end in span), len(self.response.tokens_S)]
+        """The texts of the sequence in turn: what was given, what the policy said, what was given,
+        ..."""
+        ends = [
+            0,
+            *(end for span in self.response.actions for end in span),
+            len(self.response.tokens_S),
+        ]
         pieces = zip(ends, ends[1:], strict=False)
         return [self.tokenizer.decode(self.response.tokens_S[a:b]) for a, b in pieces if a < b]
 
@@ -97,7 +117,9 @@ CLIENTS = {
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_conversation_is_one_sequence_of_what_was_sampled_whoever_calls(tmp_path: Path, client: str) -> None:
+def test_a_conversation_is_one_sequence_of_what_was_sampled_whoever_calls(
+    tmp_path: Path, client: str
+) -> None:
     episode = Episode(tmp_path, CLIENTS[client], "<calc>17*23</calc>", "It is 391")
     assert episode.parts == [
         f"{SYSTEM}<|im_start|>user\n17*23?{END}\n{ASSISTANT}",
@@ -120,7 +142,10 @@ def test_a_template_that_rewrites_the_history_changes_no_sampled_token(tmp_path:
         episode = Episode(tmp_path, text, "  <think>hard</think> <calc>", "391", template=FORGETFUL)
         _, first, between, second = episode.parts
         assert (first, second) == (f"  <think>hard</think> <calc>{END}", f"391{END}")
-        assert between == f"\n<|im_start|>user\n391{END}\n{ASSISTANT}" and episode.response.extra_logs["turns"] == 2
+        assert (
+            between == f"\n<|im_start|>user\n391{END}\n{ASSISTANT}"
+            and episode.response.extra_logs["turns"] == 2
+        )
 
 
 WITH_TOOLS = """
@@ -142,7 +167,8 @@ def run_agent(prompt, label, base_url):
 
 
 def test_tools_go_through_a_chat_template_that_shows_them(tmp_path: Path) -> None:
-    """What was sampled stays, although the template would write the call of the history in its own way."""
+    """What was sampled stays, although the template would write the call of the history in its own
+    way."""
     shown = "{% if tools %}{{ tools[0].function.name }}! {% endif %}" + CHAT_TEMPLATE.replace(
         "message['content'] +", "message['content'] + (message.tool_calls | default('') | string) +"
     )
@@ -161,9 +187,15 @@ ASKED_STRIPPED = '{"role": "assistant", "content": answer.choices[0].message.con
 
 def test_the_agent_of_the_documentation_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/agents.md").read_text()
-    (file,) = re.findall(r"^```python\n(.*?)^```", page.partition("## Files for OpenRLHF")[0], re.DOTALL | re.MULTILINE)
+    (file,) = re.findall(
+        r"^```python\n(.*?)^```",
+        page.partition("## Files for OpenRLHF")[0],
+        re.DOTALL | re.MULTILINE,
+    )
     episode = Episode(tmp_path, file, "390", "It is 391")
-    assert episode.parts[1::2] == [f"390{END}", f"It is 391{END}"] and episode.response.reward == 1.0
+    assert (
+        episode.parts[1::2] == [f"390{END}", f"It is 391{END}"] and episode.response.reward == 1.0
+    )
 
 
 def test_the_example_computes_behind_every_equals_sign(tmp_path: Path) -> None:
@@ -237,7 +269,10 @@ def run_agent(prompt, label, base_url):
 """
     )
     episode = Episode(tmp_path, file, "one", "two", max_len=20, template=None)
-    assert episode.parts == ["17*23?", f"one{END}", " so: ", f"two{END}"] and episode.response.truncated
+    assert (
+        episode.parts == ["17*23?", f"one{END}", " so: ", f"two{END}"]
+        and episode.response.truncated
+    )
     long = Episode(tmp_path, TEXTS + CUT, "one", max_len=20, template=None, prompt="x" * 50)
     assert long.parts == ["x" * 15, f"one{END}"], "cut from the left, as other prompts"
 
@@ -272,8 +307,16 @@ def run_agent(prompt, label, base_url):
     assert episode.response.reward == -0.25
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert [status for status, _ in answers] == [400] * 7 + [404]
-    wanted = ["temperature must be the run's", "n is not supported", "not show tools", "stream is", "max_tokens must",
-              "no images", "prompt must be one text", "responses is not served"]  # fmt: skip
+    wanted = [
+        "temperature must be the run's",
+        "n is not supported",
+        "not show tools",
+        "stream is",
+        "max_tokens must",
+        "no images",
+        "prompt must be one text",
+        "responses is not served",
+    ]
     assert all(want in message for want, (_, message) in zip(wanted, answers, strict=True)), answers
 
 
@@ -307,7 +350,9 @@ async def run_agent(prompt, label, base_url):
     assert asyncio.run(both()) == [1.0, 1.0]
 
 
-def test_an_engine_that_fails_ends_the_episode_even_if_the_agent_lives_with_it(tmp_path: Path) -> None:
+def test_an_engine_that_fails_ends_the_episode_even_if_the_agent_lives_with_it(
+    tmp_path: Path,
+) -> None:
     class Dead(Said):
         async def generate(self, *_: Any, **__: Any) -> Any:
             raise self.completions[0]
@@ -325,19 +370,30 @@ def run_agent(prompt, label, base_url):
             Episode(tmp_path, file, engine=Dead([error]), tolerated=5)
 
 
-def test_failures_of_the_agent_are_those_of_rewards_and_generation_is_no_idleness(tmp_path: Path) -> None:
+def test_failures_of_the_agent_are_those_of_rewards_and_generation_is_no_idleness(
+    tmp_path: Path,
+) -> None:
     def file(last: str) -> str:
         call = 'post(base_url, "completions", prompt=prompt)'
-        return f"{TEXTS}import time\ndef run_agent(prompt, label, base_url):\n    {call}\n    {last}\n"
+        return (
+            f"{TEXTS}import time\ndef run_agent(prompt, label, base_url):\n    {call}\n    {last}\n"
+        )
 
     tokenizer = byte_tokenizer(END)
     slow = Said(["long"], tokenizer=tokenizer, delay_s=3.2)
-    raised = Episode(tmp_path, file("raise KeyError('no tool')"), engine=slow, timeout_s=3.0, tolerated=1)
+    raised = Episode(
+        tmp_path, file("raise KeyError('no tool')"), engine=slow, timeout_s=3.0, tolerated=1
+    )
     assert raised.parts == ["17*23?", f"long{END}"] and raised.response.reward == -1.0
     (message,) = raised.failures
-    assert f'File "{tmp_path}/agent.py", line ' in message and "KeyError: 'no tool'" in message, message
+    assert f'File "{tmp_path}/agent.py", line ' in message and "KeyError: 'no tool'" in message, (
+        message
+    )
     nothing = Episode(tmp_path, file("return {'reward': 1}"), "a", tolerated=1)
-    assert "RewardInvalid: the agent returned rewards = \"{'reward': 1}\" (dict)" in nothing.failures[0]
+    assert (
+        "RewardInvalid: the agent returned rewards = \"{'reward': 1}\" (dict)"
+        in nothing.failures[0]
+    )
     hangs = Episode(tmp_path, file("time.sleep(20)"), "a", timeout_s=2.0, tolerated=1)
     assert "did nothing with the engine for 2 s (--reward.timeout_s)" in hangs.failures[0]
     assert "agent.py" in hangs.failures[0].partition("it was here")[2], hangs.failures[0]

@@ -19,11 +19,21 @@ def test_failures_are_tolerated_up_to_the_limit(caplog: pytest.LogCaptureFixture
     with pytest.raises(RewardFailureLimit) as caught:
         policy.tolerate(failure(3))
     text = str(pickle.loads(pickle.dumps(caught.value)))
-    for part in ("3 samples", "tolerates 2", "--reward.max_failures", "RewardRaised: failure 3", "'the prompt'",
-                 "'the completion'"):  # fmt: skip
+    for part in (
+        "3 samples",
+        "tolerates 2",
+        "--reward.max_failures",
+        "RewardRaised: failure 3",
+        "'the prompt'",
+        "'the completion'",
+    ):
         assert part in text
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3
-    assert "failure 1" in caplog.text and "'the prompt'" in caplog.text and "'the completion'" in caplog.text
+    assert (
+        "failure 1" in caplog.text
+        and "'the prompt'" in caplog.text
+        and "'the completion'" in caplog.text
+    )
 
 
 def test_zero_tolerates_none() -> None:

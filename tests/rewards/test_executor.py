@@ -19,8 +19,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, HttpReward, make_executor, open_grader
-from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError, RewardResult
+from openrlhf_ext.rewards.executor import (
+    GradedSingleTurnExecutor,
+    HttpReward,
+    make_executor,
+    open_grader,
+)
+from openrlhf_ext.rewards.grading import (
+    FailurePolicy,
+    RewardFailureLimit,
+    RewardImportError,
+    RewardResult,
+)
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.models import make_reward_model, make_tiny_policy
@@ -48,7 +58,9 @@ class CharTokenizer:
         return "".join(map(chr, ids))
 
 
-def request(samples: int = 1, prompt: str = "2+2=", label: str = "4", max_new_tokens: int | None = 16) -> GroupRequest:
+def request(
+    samples: int = 1, prompt: str = "2+2=", label: str = "4", max_new_tokens: int | None = 16
+) -> GroupRequest:
     return GroupRequest(prompt, label, samples, Sampling(0.5, 0.9, max_new_tokens, max_len=64))
 
 
@@ -80,9 +92,14 @@ class FakeEngine:
         end = ord("$") if self.tokenizer is None else self.tokenizer.eos_token_id
         stopped = "stop" if ids[-1] == end else "length"
         output = SimpleNamespace(
-            token_ids=ids, text="", finish_reason=stopped, stop_reason=None, logprobs=logprobs,
-            weight_versions=[(3, 0, len(ids))], routed_experts=None,
-        )  # fmt: skip
+            token_ids=ids,
+            text="",
+            finish_reason=stopped,
+            stop_reason=None,
+            logprobs=logprobs,
+            weight_versions=[(3, 0, len(ids))],
+            routed_experts=None,
+        )
         return SimpleNamespace(outputs=[output])
 
 
@@ -146,9 +163,14 @@ def test_without_a_grader_a_completion_waits_for_a_reward_model() -> None:
     assert executor.take_failures() == []
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>"])
-def test_the_end_of_a_completion_is_the_one_that_its_tokenizer_has(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The official reward wants the answer to end the text: with Llama's end it gave 1.5 instead of 20."""
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>"]
+)
+def test_the_end_of_a_completion_is_the_one_that_its_tokenizer_has(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The official reward wants the answer to end the text: with Llama's end it gave 1.5 instead of
+    20."""
     monkeypatch.setenv("REWARD_TAGGED_MODE", "official")
     written = "<reasoning>48+24=72</reasoning><answer>72</answer>"
     tokenizer = byte_tokenizer(end)
@@ -168,9 +190,14 @@ def byte_tokenizer(end: str) -> PreTrainedTokenizerFast:
     """Of bytes, composing accents as Qwen2's does, with one special token."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([], trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
 
 
@@ -187,17 +214,24 @@ def test_a_group_has_one_prompt_and_the_engine_is_asked_as_told(reward_path: Pat
     assert engine.params[0].max_tokens == 60, "what data.max_len leaves"
     assert len(engine.prompts[1]) == 48, "cut from the left to leave room for the completion"
     engine = FakeEngine(["$"])
-    asyncio.run(executor.respond(request(prompt="x" * 70, max_new_tokens=None), CharTokenizer(), engine))
-    assert (len(engine.prompts[0]), engine.params[0].max_tokens) == (63, 1), "one token of room is always left"
+    asyncio.run(
+        executor.respond(request(prompt="x" * 70, max_new_tokens=None), CharTokenizer(), engine)
+    )
+    assert (len(engine.prompts[0]), engine.params[0].max_tokens) == (63, 1), (
+        "one token of room is always left"
+    )
 
 
-def test_a_failure_is_logged_counted_and_never_none(reward_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_counted_and_never_none(
+    reward_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outputs = graded_run(reward_path, ["4$", "!$", "5$"], failure_value=-1.0)
     assert [output.reward for output in outputs] == [1.5, -1.0, 0.5]
     assert [output.score for output in outputs] == [1.0, 0.0, 0.0]
     assert [output.extra_logs["reward_failed"] for output in outputs] == [0.0, 1.0, 0.0]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    (record,) = [each for each in errors if each.name.startswith("openrlhf_ext")]  # another test may end now
+    # another test may end now
+    (record,) = [each for each in errors if each.name.startswith("openrlhf_ext")]
     for part in ("ValueError: cannot parse", "'2+2='", "'!'"):
         assert part in record.getMessage()
 
@@ -222,7 +256,10 @@ def test_log_keys_may_differ_from_sample_to_sample() -> None:
     keys = iter([{"a": 1.0}, {"b": 1.0}])
     executor = GradedSingleTurnExecutor(FakeGrader(lambda _: next(keys)), FailurePolicy(0))
     first, second = respond(executor, FakeEngine(["4$", "4$"]), 2)
-    assert [*first.extra_logs] == ["a", "reward_failed"] and [*second.extra_logs] == ["b", "reward_failed"]
+    assert [*first.extra_logs] == ["a", "reward_failed"] and [*second.extra_logs] == [
+        "b",
+        "reward_failed",
+    ]
 
 
 BREVITY = """
@@ -235,15 +272,20 @@ def brevity(completions, prompts, solution, **kwargs):
 
 
 def test_trls_function_gets_the_group_in_its_order(tmp_path: Path) -> None:
-    """Completions end in another order than they were asked for; what fails the call fails all of it, None its own."""
+    """Completions end in another order than they were asked for; what fails the call fails all of
+    it, None its own."""
     path = tmp_path / "trl.py"
     path.write_text(BREVITY)
-    executor = make_executor(Reward(remote_url=str(path), num_workers=1, max_failures=9, failure_value=-1.0))()
+    executor = make_executor(
+        Reward(remote_url=str(path), num_workers=1, max_failures=9, failure_value=-1.0)
+    )()
 
     async def groups() -> list[list[float]]:
         made = [["444$", "4$", "44$"], ["4$", "no$", "44$"], ["4$", "!$", "44$"]]
         engines = [FakeEngine(texts, slower_first=True) for texts in made]
-        answers = [await executor.respond(request(3), CharTokenizer(), engine) for engine in engines]
+        answers = [
+            await executor.respond(request(3), CharTokenizer(), engine) for engine in engines
+        ]
         await executor.aclose()
         return [[one.reward for one in group] for group in answers]
 
@@ -300,12 +342,32 @@ def test_openrlhfs_reward_server_grades(tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    words = ["--reward.model_name_or_path", tmp_path / "rm", "--ds.attn_implementation", "eager", "--host", "127.0.0.1"]
-    command = [sys.executable, "-m", "tests.rewards.serve_rm", *map(str, words), "--port", str(port)]
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+    words = [
+        "--reward.model_name_or_path",
+        tmp_path / "rm",
+        "--ds.attn_implementation",
+        "eager",
+        "--host",
+        "127.0.0.1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.rewards.serve_rm",
+        *map(str, words),
+        "--port",
+        str(port),
+    ]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as server,
+    ):
         try:
             text = (tmp_path / "log").read_text
-            until(lambda: "Uvicorn running" in text() or server.poll() is not None, "the reward server is up")
+            until(
+                lambda: "Uvicorn running" in text() or server.poll() is not None,
+                "the reward server is up",
+            )
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
             (got,) = asyncio.run(graded_by_server(f"http://127.0.0.1:{port}/get_reward", tokenizer))
         finally:
@@ -320,6 +382,8 @@ def test_openrlhfs_reward_server_grades(tmp_path: Path) -> None:
 async def graded_by_server(url: str, tokenizer: Any) -> list[Any]:
     executor = make_executor(Reward(remote_url=url))()
     try:
-        return await executor.respond(request(), tokenizer, FakeEngine(["4<|im_end|>"], tokenizer=tokenizer))
+        return await executor.respond(
+            request(), tokenizer, FakeEngine(["4<|im_end|>"], tokenizer=tokenizer)
+        )
     finally:
         await executor.aclose()

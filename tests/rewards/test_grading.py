@@ -15,8 +15,17 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 
-WRAPPERS = [float, np.float64, np.array, torch.tensor, lambda x: [x], lambda x: torch.tensor([x]),
-            lambda x: torch.tensor([[x]]), lambda x: [torch.tensor(x)], lambda x: np.array([[x]])]  # fmt: skip
+WRAPPERS = [
+    float,
+    np.float64,
+    np.array,
+    torch.tensor,
+    lambda x: [x],
+    lambda x: torch.tensor([x]),
+    lambda x: torch.tensor([[x]]),
+    lambda x: [torch.tensor(x)],
+    lambda x: np.array([[x]]),
+]
 
 
 @given(st.floats(-(2**49), 2**49, width=32), st.sampled_from(WRAPPERS))
@@ -30,7 +39,9 @@ def test_no_form_hides_a_number_that_is_not_finite(value: float, wrap: object) -
         finite_number(wrap(value), "rewards")
 
 
-@pytest.mark.parametrize("value", [None, "1", [], [1, 2], {}, torch.ones(2), np.ones((0,)), 1j, object(), [[1.0]]])
+@pytest.mark.parametrize(
+    "value", [None, "1", [], [1, 2], {}, torch.ones(2), np.ones((0,)), 1j, object(), [[1.0]]]
+)
 def test_what_is_not_one_number_is_refused(value: object) -> None:
     with pytest.raises(InvalidAnswer, match="rewards = .*one real number"):
         finite_number(value, "rewards")

@@ -9,7 +9,12 @@ from aiohttp import web
 
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.executor import HttpReward, open_grader
-from openrlhf_ext.rewards.grading import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
+from openrlhf_ext.rewards.grading import (
+    RewardInvalid,
+    RewardPoolClosed,
+    RewardServerError,
+    RewardTimeout,
+)
 from tests.patience import PATIENCE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -25,7 +30,9 @@ async def serve(handler: Handler) -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/reward"
 
 
-def grade_with(handler: Handler, urls: tuple[str, ...] = (), samples: int = 1, **options: float) -> list[object]:
+def grade_with(
+    handler: Handler, urls: tuple[str, ...] = (), samples: int = 1, **options: float
+) -> list[object]:
     async def run() -> list[object]:
         runner, url = await serve(handler)
         grader = HttpReward((*urls, url), **{"timeout_s": PATIENCE_S, "pause_s": 0.01, **options})
@@ -73,7 +80,9 @@ def test_errors_say_what_the_server_said_and_carry_the_sample() -> None:
     async def handler(_: web.Request) -> web.Response:
         return web.Response(status=500, text="model not loaded")
 
-    with pytest.raises(RewardServerError, match=r"500 .*model not loaded \(request 2, the last\)") as caught:
+    with pytest.raises(
+        RewardServerError, match=r"500 .*model not loaded \(request 2, the last\)"
+    ) as caught:
         grade_with(handler, retries=1)
     assert (caught.value.prompt, caught.value.completion, caught.value.label) == ("2+2=", "4", "4")
 
@@ -83,7 +92,9 @@ def test_no_message_of_a_server_has_its_password(caplog) -> None:
         return web.Response(text="<html>")
 
     secret = "w0rd:x%40y"
-    with pytest.raises(RewardServerError, match=r"reward server http://\(hidden\)@127.0.0.1:9/f: ") as caught:
+    with pytest.raises(
+        RewardServerError, match=r"reward server http://\(hidden\)@127.0.0.1:9/f: "
+    ) as caught:
         grade_with(handler, urls=(f"http://me:{secret}@127.0.0.1:9/f",) * 2, retries=1)
     shown = "".join(traceback.format_exception(caught.value))
     assert "(request 1 of 2)" in caplog.text
@@ -123,13 +134,24 @@ def test_an_invalid_answer_is_refused(text: str) -> None:
         grade_with(handler)
 
 
-@pytest.mark.parametrize(("text", "charset"), [
-    ("[" * 200_000, "utf-8"), ("1e400", "utf-8"), ('{"rewards": 1}', "base64"), ('{"rewards": 1}', "none-such"),
-    ("\u00e9", "latin-1"), ("\u00e9", "utf-8"), ("", "utf-8"), (f'{{"rewards": {"[" * 900}{"]" * 900}}}', "utf-8"),
-    (f'{{"rewards": {"9" * 5000}}}', "utf-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "charset"),
+    [
+        ("[" * 200_000, "utf-8"),
+        ("1e400", "utf-8"),
+        ('{"rewards": 1}', "base64"),
+        ('{"rewards": 1}', "none-such"),
+        ("\u00e9", "latin-1"),
+        ("\u00e9", "utf-8"),
+        ("", "utf-8"),
+        (f'{{"rewards": {"[" * 900}{"]" * 900}}}', "utf-8"),
+        (f'{{"rewards": {"9" * 5000}}}', "utf-8"),
+    ],
+)
 @pytest.mark.parametrize("status", [200, 404, 500])
-def test_whatever_a_server_sends_is_a_failure_of_the_sample(text: str, charset: str, status: int) -> None:
+def test_whatever_a_server_sends_is_a_failure_of_the_sample(
+    text: str, charset: str, status: int
+) -> None:
     async def handler(_: web.Request) -> web.Response:
         kind = {"Content-Type": f"application/json; charset={charset}"}
         return web.Response(status=status, body=text.encode("latin-1"), headers=kind)
@@ -150,7 +172,9 @@ def test_a_body_without_an_end_is_read_up_to_its_bound(status: int) -> None:
             await response.write(b"9" * (1 << 16))
             sent += 1 << 16
 
-    with pytest.raises(RewardInvalid if status == 200 else RewardServerError, match="4 MiB|answered [45]0"):
+    with pytest.raises(
+        RewardInvalid if status == 200 else RewardServerError, match="4 MiB|answered [45]0"
+    ):
         grade_with(handler, retries=0)
     assert sent < 16 << 20
 

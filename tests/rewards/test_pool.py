@@ -132,18 +132,26 @@ def test_grades_a_sample(pool: RewardPool) -> None:
 
 
 def test_a_worker_takes_no_more_memory_than_it_may(reward_path: Path) -> None:
-    with RewardPool(options(reward_path, num_workers=1, timeout_s=PATIENCE_S, memory_mib=512)) as pool:
+    with RewardPool(
+        options(reward_path, num_workers=1, timeout_s=PATIENCE_S, memory_mib=512)
+    ) as pool:
         pid = pid_of(pool)
-        with pytest.raises(RewardRaised, match="(?s)MemoryError.*may take 512 MiB: raise --reward.memory_mib"):
+        with pytest.raises(
+            RewardRaised, match="(?s)MemoryError.*may take 512 MiB: raise --reward.memory_mib"
+        ):
             grade(pool, "take a lot")
         assert pid_of(pool) == pid, "the worker goes on"
 
 
-def test_workers_get_the_variables_that_are_named(reward_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_the_variables_that_are_named(
+    reward_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND"):
         monkeypatch.setenv(name, "secret")
     environment = ("MY_JUDGE", "TEAM_*")
-    with RewardPool(options(reward_path, num_workers=1, timeout_s=PATIENCE_S, environment=tuple(environment))) as pool:
+    with RewardPool(
+        options(reward_path, num_workers=1, timeout_s=PATIENCE_S, environment=tuple(environment))
+    ) as pool:
         found = {
             name: grade(pool, f"environment {name}").extra_logs["found"]
             for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND")
@@ -151,12 +159,21 @@ def test_workers_get_the_variables_that_are_named(reward_path: Path, monkeypatch
     assert found == {"WANDB_API_KEY": 0.0, "MY_JUDGE": 1.0, "TEAM_URL": 1.0, "REWARD_KIND": 1.0}
 
 
-@pytest.mark.parametrize("value", [
-    "0.25", "[0.25]", "(0.25,)", "__import__('fractions').Fraction(1, 4)", "__import__('numpy').float32(0.25)",
-    "__import__('numpy').array([0.25])",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.25",
+        "[0.25]",
+        "(0.25,)",
+        "__import__('fractions').Fraction(1, 4)",
+        "__import__('numpy').float32(0.25)",
+        "__import__('numpy').array([0.25])",
+    ],
+)
 def test_accepts_numbers_in_every_usual_form(pool: RewardPool, value: str) -> None:
-    result = grade(pool, f"return {{'rewards': {value}, 'scores': True, 'extra_logs': {{'format': {value}}}}}")
+    result = grade(
+        pool, f"return {{'rewards': {value}, 'scores': True, 'extra_logs': {{'format': {value}}}}}"
+    )
     assert result == RewardResult(0.25, 1.0, {"format": 0.25}, result.seconds)
 
 
@@ -184,32 +201,43 @@ def test_sys_exit_is_a_failure_of_the_sample(pool: RewardPool) -> None:
         grade(pool, "exit")
 
 
-@pytest.mark.parametrize(("answer", "complaint"), [
-    ("None", "must return a dict"),
-    ("0.5", "must return a dict"),
-    ("{}", "without the key 'rewards'"),
-    ("{'reward': 1.0}", r"keys are \['reward'\]"),
-    ("{'rewards': None}", "rewards = 'None'"),
-    ("{'rewards': float('nan')}", "rewards = nan; it must be finite"),
-    ("{'rewards': 1e300}", "rewards = 1e.300; it must be at most 1e.15"),
-    ("{'rewards': 1, 'scores': float('inf')}", "scores = inf"),
-    ("{'rewards': [0.1, 0.2]}", "one real number"),
-    ("{'rewards': __import__('numpy').zeros((2, 3))}", r"shape \(2, 3\)"),
-    ("{'rewards': '1.0'}", "one real number"),
-    ("{'rewards': 1j}", "one real number"),
-    ("{'rewards': 10 ** 400}", "too large"),
-    ("{'rewards': 1, 'extra_logs': {'text': 'abc'}}", r"extra_logs\['text'\]"),
-    ("{'rewards': 1, 'extra_logs': {'kl': 1}}", "reserved"),
-    ("{'rewards': 1, 'extra_logs': {3: 1}}", "not strings"),
-    ("{'rewards': 1, 'extra_logs': [1]}", "dict of numbers"),
-])  # fmt: skip
-def test_an_invalid_answer_names_key_rule_and_value(pool: RewardPool, answer: str, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ("None", "must return a dict"),
+        ("0.5", "must return a dict"),
+        ("{}", "without the key 'rewards'"),
+        ("{'reward': 1.0}", r"keys are \['reward'\]"),
+        ("{'rewards': None}", "rewards = 'None'"),
+        ("{'rewards': float('nan')}", "rewards = nan; it must be finite"),
+        ("{'rewards': 1e300}", "rewards = 1e.300; it must be at most 1e.15"),
+        ("{'rewards': 1, 'scores': float('inf')}", "scores = inf"),
+        ("{'rewards': [0.1, 0.2]}", "one real number"),
+        ("{'rewards': __import__('numpy').zeros((2, 3))}", r"shape \(2, 3\)"),
+        ("{'rewards': '1.0'}", "one real number"),
+        ("{'rewards': 1j}", "one real number"),
+        ("{'rewards': 10 ** 400}", "too large"),
+        ("{'rewards': 1, 'extra_logs': {'text': 'abc'}}", r"extra_logs\['text'\]"),
+        ("{'rewards': 1, 'extra_logs': {'kl': 1}}", "reserved"),
+        ("{'rewards': 1, 'extra_logs': {3: 1}}", "not strings"),
+        ("{'rewards': 1, 'extra_logs': [1]}", "dict of numbers"),
+    ],
+)
+def test_an_invalid_answer_names_key_rule_and_value(
+    pool: RewardPool, answer: str, complaint: str
+) -> None:
     with pytest.raises(RewardInvalid, match=complaint):
         grade(pool, f"return {answer}")
 
 
-@pytest.mark.parametrize(("command", "how"), [("os._exit", "exited with status 3"), ("kill", "SIGKILL"),
-                                              ("segfault", "SIGSEGV(.|\n)*reward.py")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("os._exit", "exited with status 3"),
+        ("kill", "SIGKILL"),
+        ("segfault", "SIGSEGV(.|\n)*reward.py"),
+    ],
+)
 def test_a_dead_worker_is_reported_and_replaced(pool: RewardPool, command: str, how: str) -> None:
     with pytest.raises(RewardWorkerDied, match=how) as caught:
         grade(pool, command)
@@ -229,7 +257,9 @@ def test_printing_a_lot_harms_nothing(pool: RewardPool) -> None:
 @pytest.mark.parametrize("command", ["hang", "hang in native code"])
 def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, command: str) -> None:
     pid, started = pid_of(short_pool), time.monotonic()
-    with pytest.raises(RewardTimeout, match=r"within 1.5 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
+    with pytest.raises(
+        RewardTimeout, match=r"within 1.5 s \(--reward.timeout_s\)(.|\n)*reward.py"
+    ) as caught:
         grade(short_pool, command)
     assert time.monotonic() - started < SOONER_S
     assert caught.value.completion == command
@@ -237,7 +267,9 @@ def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, co
     assert grade(short_pool, "4").reward == 0.5
 
 
-def test_the_processes_of_a_hanging_function_die_with_it(short_pool: RewardPool, tmp_path: Path) -> None:
+def test_the_processes_of_a_hanging_function_die_with_it(
+    short_pool: RewardPool, tmp_path: Path
+) -> None:
     with pytest.raises(RewardTimeout):
         grade(short_pool, "hang with child", str(tmp_path / "pid"))
     wait_until_dead([int((tmp_path / "pid").read_text())])
@@ -255,7 +287,9 @@ def test_a_sample_that_waits_too_long_fails_with_the_remedy(reward_path: Path) -
         samples = [pool.grade(f"{i}hang", str(i), "") for i in range(3)]
         return await asyncio.gather(*samples, return_exceptions=True)
 
-    with RewardPool(options(reward_path, num_workers=1, timeout_s=2.0), queue_timeout_s=1.0) as pool:
+    with RewardPool(
+        options(reward_path, num_workers=1, timeout_s=2.0), queue_timeout_s=1.0
+    ) as pool:
         pool.check()
         outcomes = asyncio.run(overload(pool))
     assert all(isinstance(outcome, RewardTimeout) for outcome in outcomes)
@@ -269,19 +303,27 @@ def test_workers_share_the_samples(pool: RewardPool, tmp_path: Path) -> None:
     assert len({result.extra_logs["pid"] for result in asyncio.run(two())}) == 2
 
 
-@pytest.mark.parametrize(("source", "complaint"), [
-    ("import no_such_package", "No module named 'no_such_package'"),
-    ("def reward(queries): pass", r"defines no function reward_func; it defines \['reward'\]"),
-    ("def reward_func(:", "SyntaxError"),
-    ("raise SystemExit(2)", "SystemExit"),
-    ("import os; os._exit(9)", "exited with status 9"),
-])  # fmt: skip
-def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, source: str, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("def reward(queries): pass", r"defines no function reward_func; it defines \['reward'\]"),
+        ("def reward_func(:", "SyntaxError"),
+        ("raise SystemExit(2)", "SystemExit"),
+        ("import os; os._exit(9)", "exited with status 9"),
+    ],
+)
+def test_a_file_that_does_not_import_is_reported_at_the_start(
+    tmp_path: Path, source: str, complaint: str
+) -> None:
     path = tmp_path / "broken.py"
     path.write_text(source)
     with pytest.raises(RewardImportError, match=complaint):
         checked(path)
-    with RewardPool(options(path, num_workers=1)) as pool, pytest.raises(RewardImportError, match=complaint):
+    with (
+        RewardPool(options(path, num_workers=1)) as pool,
+        pytest.raises(RewardImportError, match=complaint),
+    ):
         asyncio.run(pool.grade("a", "a", ""))
 
 
@@ -292,21 +334,33 @@ FORMS = {
 
 
 @pytest.mark.parametrize("source", FORMS)
-def test_a_function_that_cannot_be_called_is_refused_before_the_first_sample(tmp_path: Path, source: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_the_first_sample(
+    tmp_path: Path, source: str
+) -> None:
     path = tmp_path / "form.py"
     path.write_text(source)
     with pytest.raises(RewardImportError, match=FORMS[source]) as error:
         checked(path)
-    assert f"{path}, line 1: reward_func(" in str(error.value) and "reward_func(queries, prompts" in str(error.value)
+    assert f"{path}, line 1: reward_func(" in str(
+        error.value
+    ) and "reward_func(queries, prompts" in str(error.value)
 
 
-def test_trls_function_is_called_and_how_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trls_function_is_called_and_how_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "trl.py"
-    path.write_text("async def reward(completions, answer, **kwargs):\n    return [float(completions == answer)]\n")
+    path.write_text(
+        "async def reward(completions, answer, **kwargs):\n    return [float(completions == "
+        "answer)]\n"
+    )
     with caplog.at_level("INFO"), RewardPool(options(path, num_workers=2)) as pool:
         pool.check()
         assert pool.submit("q: 4", "q: ", "4", "4").result() == RewardResult(1.0, 1.0, {}, ANY)
-    said = "trl.py: reward is called in TRL's form, with all completions of a prompt; answer is the label"
+    said = (
+        "trl.py: reward is called in TRL's form, with all completions of a prompt; answer is "
+        "the label"
+    )
     assert caplog.text.count(said) == 1
 
 
@@ -323,7 +377,9 @@ def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None
 
 
 def test_the_address_is_what_stands_between_commas(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return 1.0\n"
+    )
     checked(Path(f" {tmp_path}/reward.py ,"))
 
 
@@ -353,10 +409,13 @@ def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> No
     program = (
         "import psutil, time; from openrlhf_ext.rewards.pool import RewardPool\n"
         "from openrlhf_ext.options.sections import Reward\n"
-        f"pool = RewardPool(Reward(remote_url={str(reward_path)!r})); pool.check(); pool.submit({command!r}, '', '')\n"
-        "time.sleep(0.3); print(*(c.pid for c in psutil.Process().children()), flush=True); time.sleep(3600)"
+        f"pool = RewardPool(Reward(remote_url={str(reward_path)!r})); pool.check(); "
+        f"pool.submit({command!r}, '', '')\ntime.sleep(0.3); print(*(c.pid for c in "
+        "psutil.Process().children()), flush=True); time.sleep(3600)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
@@ -382,7 +441,11 @@ def test_importing_the_pool_is_light() -> None:
         "print({'torch', 'numpy', 'aiohttp', 'openrlhf', 'ray'} & set(sys.modules))"
     )
     output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert output.stdout.strip() == "set()"
 
@@ -430,8 +493,12 @@ def test_a_file_whose_name_a_library_has_is_imported_and_says_so(tmp_path: Path)
     path = tmp_path / "colorsys.py"
     path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n")
     code = (
-        f"from openrlhf_ext.rewards.worker import load_reward_function as load; print(load({str(path)!r})([], [], []))"
+        "from openrlhf_ext.rewards.worker import load_reward_function as load; "
+        f"print(load({str(path)!r})([], [], []))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{'rewards': 1.0}"
-    assert "its processes cannot import it as colorsys, which is " in done.stderr and "rename it" in done.stderr
+    assert (
+        "its processes cannot import it as colorsys, which is " in done.stderr
+        and "rename it" in done.stderr
+    )

@@ -1,4 +1,5 @@
-"""A transport that is not part of the package: through files that sender and engines both see (docs/weight_sync.md)."""
+"""A transport that is not part of the package: through files that sender and engines both see
+(docs/weight_sync.md)."""
 
 from __future__ import annotations
 
@@ -12,14 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
+from openrlhf_ext.rollout.sync.base import (
+    Link,
+    Staging,
+    Transport,
+    WeightTransferFailed,
+    wait_until,
+)
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 
 
 class FileTransport(Transport):
     """One file per frame, in a folder that rank 0 makes."""
 
-    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
+    def staging(
+        self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float
+    ) -> Staging:
         staging = super().staging(plan, streams, timeout_s)
         staging.handles = {"folder": tempfile.mkdtemp(prefix="weights-")}
         return staging
@@ -49,7 +58,9 @@ class FileSender:
         def is_read() -> bool:
             return self.store.add(f"taken/{number}", 0) == self.link.world_size - 1
 
-        wait_until(is_read, self.watch, self.link.timeout_s, lambda: f"frame {number} was not read in time")
+        wait_until(
+            is_read, self.watch, self.link.timeout_s, lambda: f"frame {number} was not read in time"
+        )
         path.unlink()
 
     def close(self) -> None:
@@ -73,7 +84,9 @@ class FileReceiver:
             raise WeightTransferFailed(f"frame {number} did not come: {error}") from error
         if self.store.get(f"frame/{number}") == b"left":
             raise WeightTransferFailed("the sender has left")
-        frame = torch.from_numpy(np.fromfile(Path(self.link.handles["folder"], str(number)), np.uint8, nbytes))
+        frame = torch.from_numpy(
+            np.fromfile(Path(self.link.handles["folder"], str(number)), np.uint8, nbytes)
+        )
         self.store.add(f"taken/{number}", 1)
         return frame
 

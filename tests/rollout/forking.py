@@ -1,4 +1,5 @@
-"""Workers of an engine that are forked from it: each one that is spawned imports vLLM anew, six seconds of a core."""
+"""Workers of an engine that are forked from it: each one that is spawned imports vLLM anew, six
+seconds of a core."""
 
 from __future__ import annotations
 

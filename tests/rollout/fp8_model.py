@@ -1,4 +1,5 @@
-"""A model of transformers that computes as FP8 engines do, and engines that tell what their linear layers hold."""
+"""A model of transformers that computes as FP8 engines do, and engines that tell what their linear
+layers hold."""
 
 from __future__ import annotations
 
@@ -23,10 +24,19 @@ def random_model(seed: int) -> Qwen2ForCausalLM:
     """Projections whose parts are no multiples of 128 wide, on one worker or on two."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=416, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=2,
-        bos_token_id=None, initializer_range=0.06,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=416,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+        initializer_range=0.06,
+    )
     model = Qwen2ForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,7 +46,8 @@ def random_model(seed: int) -> Qwen2ForCausalLM:
 
 
 def fused(model: Any, number: int, workers: int) -> dict[str, list[tuple[list[nn.Linear], Tensor]]]:
-    """vLLM's weights of a decoder layer: of each worker the layers whose rows lie in it, and the values."""
+    """vLLM's weights of a decoder layer: of each worker the layers whose rows lie in it, and the
+    values."""
     layer = model.model.layers[number]
     attention, mlp = layer.self_attn, layer.mlp
     columns = {
@@ -47,8 +58,13 @@ def fused(model: Any, number: int, workers: int) -> dict[str, list[tuple[list[nn
     for name, parts in columns.items():
         cut = [part.weight.detach().chunk(workers) for part in parts]
         found[name] = [(parts, torch.cat(shards)) for shards in zip(*cut, strict=True)]
-    for name, part in {"self_attn.o_proj": attention.o_proj, "mlp.down_proj": mlp.down_proj}.items():
-        found[name] = [([part], shard.contiguous()) for shard in part.weight.detach().chunk(workers, dim=1)]
+    for name, part in {
+        "self_attn.o_proj": attention.o_proj,
+        "mlp.down_proj": mlp.down_proj,
+    }.items():
+        found[name] = [
+            ([part], shard.contiguous()) for shard in part.weight.detach().chunk(workers, dim=1)
+        ]
     return found
 
 
@@ -74,14 +90,19 @@ def emulate(model: Any, workers: int, bf16_layers: list[int]) -> Any:
             if len(parts) == 1:  # cut by columns: the workers' results add up
                 parts[0].forward = partial(_linear, values, parts[0].bias)
                 continue
-            rows = [value.split([len(part.weight) // workers for part in parts]) for value in values]
+            rows = [
+                value.split([len(part.weight) // workers for part in parts]) for value in values
+            ]
             for part, own in zip(parts, zip(*rows, strict=True), strict=True):
                 part.forward = partial(_linear, [torch.cat(own)], part.bias)
     return model
 
 
 def _linear(shards: list[Tensor], bias: Tensor | None, x: Tensor) -> Tensor:
-    pieces = [quantize(piece, E4M3, Grid.ROWS).values() for piece in x.flatten(0, -2).chunk(len(shards), dim=1)]
+    pieces = [
+        quantize(piece, E4M3, Grid.ROWS).values()
+        for piece in x.flatten(0, -2).chunk(len(shards), dim=1)
+    ]
     y = sum((x_TK @ w_NK.t()).to(x.dtype) for x_TK, w_NK in zip(pieces, shards, strict=True))
     y = y.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
@@ -94,9 +115,15 @@ def digest(weight: Quantized) -> str:
 
 class TellingExtension(SpoilingExtension):
     def fp8_digests(self) -> dict[str, str]:
-        linear = [item for item in self.model_runner.get_model().named_modules() if isinstance(item[1], LinearBase)]
+        linear = [
+            item
+            for item in self.model_runner.get_model().named_modules()
+            if isinstance(item[1], LinearBase)
+        ]
         return {
-            name: digest(Quantized(module.weight.detach(), module.weight_scale_inv.detach(), Grid.TILES))
+            name: digest(
+                Quantized(module.weight.detach(), module.weight_scale_inv.detach(), Grid.TILES)
+            )
             for name, module in linear
             if module.weight.dtype == E4M3
         }

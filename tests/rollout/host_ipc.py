@@ -1,6 +1,7 @@
 """`cuda_ipc` with host memory in the place of a GPU's: what is shared is anonymous memory.
 
-As on a GPU, what a process asks for is done at the latest when it waits for its device, and here never sooner.
+As on a GPU, what a process asks for is done at the latest when it waits for its device, and here
+never sooner.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class HostIpc(CudaIpc):
         return self.name
 
     def allocate(self, nbytes: int) -> Tensor:
-        """What is written to it reaches the shared memory when this process waits for its device."""
+        """What is written to it reaches the shared memory when this process waits for its
+        device."""
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self.made[tensor.data_ptr()] = HostMemory.create(nbytes), tensor
         return tensor
@@ -46,7 +48,8 @@ class HostIpc(CudaIpc):
 
 
 class Shared:
-    """Memory of another process, with what is done to it: a copy has its content when the device was waited for."""
+    """Memory of another process, with what is done to it: a copy has its content when the device
+    was waited for."""
 
     def __init__(self, tensor: Tensor, asked: list[tuple[Tensor, Tensor]]) -> None:
         self.tensor, self.asked = tensor, asked

@@ -14,19 +14,32 @@ from tests.rollout import tiny
 
 EXPERTS, TOPK, LAYERS = 8, 2, 4
 WIDTH = 48
-"""Of an expert. vLLM's CPU kernel pads it to 64, and the half of it that one of two workers has to 32."""
+"""Of an expert. vLLM's CPU kernel pads it to 64, and the half of it that one of two workers has to
+32."""
 
 
-def random_model(seed: int, family: str = "qwen3_moe", vocab: int = tiny.VOCAB, width: int = WIDTH) -> PreTrainedModel:
+def random_model(
+    seed: int, family: str = "qwen3_moe", vocab: int = tiny.VOCAB, width: int = WIDTH
+) -> PreTrainedModel:
     """Routers far from even: the order of two experts of a token is not a matter of rounding."""
     torch.manual_seed(seed)
     usual: dict[str, Any] = {
-        "vocab_size": vocab, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": width,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 512, "num_experts": EXPERTS, "num_experts_per_tok": TOPK,
-        "tie_word_embeddings": False, "initializer_range": 0.1, "pad_token_id": 0, "eos_token_id": 2,
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
         "bos_token_id": None,
-    }  # fmt: skip
+    }
     if family == "qwen3_moe":
         config: Any = Qwen3MoeConfig(**usual, head_dim=32, norm_topk_prob=True)
     else:
@@ -41,19 +54,25 @@ def random_model(seed: int, family: str = "qwen3_moe", vocab: int = tiny.VOCAB, 
     return model
 
 
-def save_checkpoint(path: Path, family: str = "qwen3_moe", seed: int = 0, vocab: int = tiny.VOCAB) -> None:
+def save_checkpoint(
+    path: Path, family: str = "qwen3_moe", seed: int = 0, vocab: int = tiny.VOCAB
+) -> None:
     tiny.save_tokenizer(path)
     random_model(seed, family, vocab).save_pretrained(path)
 
 
 def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """By the names of checkpoints, every expert's by themselves: transformers 5 holds those of a layer together."""
+    """By the names of checkpoints, every expert's by themselves: transformers 5 holds those of a
+    layer together."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name.endswith("experts.gate_up_proj"):
             for number, (gate, up) in enumerate(each.chunk(2) for each in tensor):
                 at = name.removesuffix("gate_up_proj") + str(number)
-                found |= {f"{at}.gate_proj.weight": gate.contiguous(), f"{at}.up_proj.weight": up.contiguous()}
+                found |= {
+                    f"{at}.gate_proj.weight": gate.contiguous(),
+                    f"{at}.up_proj.weight": up.contiguous(),
+                }
         elif name.endswith("experts.down_proj"):
             at = name.removesuffix("down_proj")
             found |= {f"{at}{number}.down_proj.weight": down for number, down in enumerate(tensor)}
@@ -63,7 +82,8 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class Truth(NamedTuple):
-    """Of a text of S tokens: log-probs of all but the first, and the experts of all but the last, in order."""
+    """Of a text of S tokens: log-probs of all but the first, and the experts of all but the last,
+    in order."""
 
     logprobs_R: Tensor
     experts_RLK: Tensor
@@ -89,7 +109,9 @@ def entropies(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     return -(logprobs_RV.exp() * logprobs_RV).sum(-1)
 
 
-def _keep(chosen: list[Tensor], router: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(
+    chosen: list[Tensor], router: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
     chosen.append(outputs[2])
 
 

@@ -1,5 +1,6 @@
-"""vLLM's schedulers around a made-up mixture of experts, run as on a GPU: a step is computed while the next one is
-being scheduled, prompts are cut into chunks and found in the prefix cache, and requests lose their blocks to others."""
+"""vLLM's schedulers around a made-up mixture of experts, run as on a GPU: a step is computed while
+the next one is being scheduled, prompts are cut into chunks and found in the prefix cache, and
+requests lose their blocks to others."""
 
 from __future__ import annotations
 
@@ -29,10 +30,16 @@ LAYERS, TOPK, AT_ONCE = 3, 2, 64
 
 def config(experts: int) -> Any:
     return Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"], vocab_size=1024, hidden_size=64, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16384, num_experts=experts,
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=16384,
+        num_experts=experts,
         num_experts_per_tok=TOPK,
-    )  # fmt: skip
+    )
 
 
 def mixed(*numbers: int) -> int:
@@ -40,21 +47,32 @@ def mixed(*numbers: int) -> int:
 
 
 def experts_of(version: int, tokens: Sequence[int], count: int) -> np.ndarray:
-    """(LAYERS, TOPK): what the weights of a version choose for the last of the tokens, a matter of all of them."""
+    """(LAYERS, TOPK): what the weights of a version choose for the last of the tokens, a matter of
+    all of them."""
     return np.random.default_rng(mixed(version, *tokens)).integers(0, count, (LAYERS, TOPK))
 
 
 class RoutedEngine(Engine):
-    """``version`` is of the weights. Tokens and log-probs are a matter of their request and place, and of ``version``.
+    """``version`` is of the weights. Tokens and log-probs are a matter of their request and place,
+    and of ``version``.
     ``seen``: what has happened, for a test to know that it did."""
 
-    def __init__(self, folder: str, *, ours: bool, asynchronous: bool, experts: int, blocks: int) -> None:
+    def __init__(
+        self, folder: str, *, ours: bool, asynchronous: bool, experts: int, blocks: int
+    ) -> None:
         arguments = partial(EngineArgs, enable_return_routed_experts=True)
         with (
-            patch.object(VllmConfig, "_verify_aux_output_compatibility"),  # of a second runner, as a GPU has it
+            # of a second runner, as a GPU has it
+            patch.object(VllmConfig, "_verify_aux_output_compatibility"),
             patch.object(engine_steps, "LlamaConfig", lambda **_: config(experts)),
-            patch.object(engine_steps, "EngineArgs", lambda **m: arguments(**m | {"max_num_batched_tokens": AT_ONCE})),
-            patch.object(engine_steps, "KVCacheConfig", lambda _, *more: KVCacheConfig(blocks, *more)),
+            patch.object(
+                engine_steps,
+                "EngineArgs",
+                lambda **m: arguments(**m | {"max_num_batched_tokens": AT_ONCE}),
+            ),
+            patch.object(
+                engine_steps, "KVCacheConfig", lambda _, *more: KVCacheConfig(blocks, *more)
+            ),
         ):
             super().__init__(folder, 8, asynchronous, ours)
         with (
@@ -90,7 +108,9 @@ class RoutedEngine(Engine):
             self._under_way.append((scheduled, *self._compute(scheduled)))
         else:
             self._connector.begin_step(scheduled.aux_output_connector_metadata)
-        if not self._under_way or (len(self._under_way) <= self._ahead and scheduled.total_num_scheduled_tokens):
+        if not self._under_way or (
+            len(self._under_way) <= self._ahead and scheduled.total_num_scheduled_tokens
+        ):
             return
         self._finish_step()
 
@@ -102,13 +122,15 @@ class RoutedEngine(Engine):
             self.processor.process_outputs(came.outputs, came.timestamp, None)
 
     def _compute(self, scheduled: Any) -> tuple[ModelRunnerOutput, Any]:
-        """As a model runner: of the tokens that it has sampled itself, vLLM tells it nothing. With what the connector
-        makes of the experts."""
+        """As a model runner: of the tokens that it has sampled itself, vLLM tells it nothing. With
+        what the connector makes of the experts."""
         self._connector.begin_step(scheduled.aux_output_connector_metadata)
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        for name in [new.req_id for new in scheduled.scheduled_new_reqs] + list(cached.resumed_req_ids):
+        for name in [new.req_id for new in scheduled.scheduled_new_reqs] + list(
+            cached.resumed_req_ids
+        ):
             request = self.scheduler.requests[name]
             self.tokens[name] = list(request.all_token_ids)
             self.versions.setdefault(name, [])
@@ -117,23 +139,36 @@ class RoutedEngine(Engine):
         for name, count in scheduled.num_scheduled_tokens.items():
             places, tokens = range(computed[name], computed[name] + count), self.tokens[name]
             self._see(chunked=places.stop < len(tokens))
-            rows += [experts_of(self.version, tokens[: place + 1], self.experts) for place in places]
+            rows += [
+                experts_of(self.version, tokens[: place + 1], self.experts) for place in places
+            ]
             sampled.append(self._sample(name) if places.stop == len(tokens) else [])
         names = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled, logprobs=self._logprobs(names), prompt_logprobs_dict={}, pooler_output=[],
-        )  # fmt: skip
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=self._logprobs(names),
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
         return output, self._told(scheduled.num_scheduled_tokens, computed, rows, sampled)
 
-    def _told(self, counts: dict[str, int], computed: dict[str, int], rows: Any, sampled: list[list[int]]) -> Any:
+    def _told(
+        self, counts: dict[str, int], computed: dict[str, int], rows: Any, sampled: list[list[int]]
+    ) -> Any:
         self._connector._capturer.device_buffer[: len(rows)] = torch.from_numpy(np.array(rows))
         ends = np.cumsum([0, *counts.values()])
-        told = self._connector.prepare_output(SimpleNamespace(
-            req_ids=list(counts), query_start_loc_np=ends,
-            num_computed_tokens_np=np.array([computed[name] for name in counts]),
-        ))  # fmt: skip
-        told.enqueue_cpu_copy(np.array([len(tokens) for tokens in sampled]), np.zeros(len(counts), int))
+        told = self._connector.prepare_output(
+            SimpleNamespace(
+                req_ids=list(counts),
+                query_start_loc_np=ends,
+                num_computed_tokens_np=np.array([computed[name] for name in counts]),
+            )
+        )
+        told.enqueue_cpu_copy(
+            np.array([len(tokens) for tokens in sampled]), np.zeros(len(counts), int)
+        )
         return told
 
     def _see(self, **what: Any) -> None:
@@ -146,19 +181,24 @@ class RoutedEngine(Engine):
         return [token]
 
     def _logprobs(self, names: list[str]) -> LogprobsLists:
-        """The sampled token's log-prob is less by the version than its place, so that it says both."""
+        """The sampled token's log-prob is less by the version than its place, so that it says
+        both."""
         last = [self.tokens[name][-1] for name in names]
         logprobs = [
-            -len(self.tokens[name]) - self.versions[name][-1] / 8 if self.versions[name] else 0 for name in names
+            -len(self.tokens[name]) - self.versions[name][-1] / 8 if self.versions[name] else 0
+            for name in names
         ]
-        return LogprobsLists(np.array(last, np.int32)[:, None], np.float32(logprobs)[:, None], np.float32(last))
+        return LogprobsLists(
+            np.array(last, np.int32)[:, None], np.float32(logprobs)[:, None], np.float32(last)
+        )
 
     def truth(self, name: str, prompt: int) -> np.ndarray:
-        """Of a request that has ended: rows are those of the weights that sampled the token after them, those of a
-        prompt of the weights that sampled the first."""
+        """Of a request that has ended: rows are those of the weights that sampled the token after
+        them, those of a prompt of the weights that sampled the first."""
         tokens, versions = self.tokens[name], self.versions[name]
         made = [
-            experts_of(versions[max(0, i - prompt + 1)], tokens[: i + 1], self.experts) for i in range(len(tokens) - 1)
+            experts_of(versions[max(0, i - prompt + 1)], tokens[: i + 1], self.experts)
+            for i in range(len(tokens) - 1)
         ]
         return np.array(made)
 

@@ -29,7 +29,9 @@ class SpoilingExtension(WeightSyncExtension):
 
     def count_lost(self) -> int:
         """Parameters that have not come back."""
-        return sum(bool(p.float().isnan().any()) for p in self.model_runner.get_model().parameters())
+        return sum(
+            bool(p.float().isnan().any()) for p in self.model_runner.get_model().parameters()
+        )
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         super().connect_weight_receiver(plan, link)
@@ -45,7 +47,9 @@ class SpoilingExtension(WeightSyncExtension):
         if self._kind == "lost shard" and self.rank == 1:
             loaded[LOST] = self._before[LOST]
         if self._kind == "stale layer":
-            loaded |= {name: tensor for name, tensor in self._before.items() if name.startswith(LAYER)}
+            loaded |= {
+                name: tensor for name, tensor in self._before.items() if name.startswith(LAYER)
+            }
         if self._kind == "swapped":
             k, v = (f"model.layers.0.self_attn.{leaf}" for leaf in SWAPPED)
             loaded |= {k: sent[v], v: sent[k]}

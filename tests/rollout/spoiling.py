@@ -12,4 +12,5 @@ __all__ = ["LAYER", "LOST", "QUALIFIED_NAME", "SWAPPED", "SpoilingExtension"]
 QUALIFIED_NAME = spoiled_loads.QUALIFIED_NAME.replace("spoiled_loads", "spoiling")
 
 LinearBase._cpu_skip_gemm_dispatch = True
-"""vLLM's own switch (layers/linear.py:206): a worker on CPU then multiplies by the weights as they are, as on a GPU."""
+"""vLLM's own switch (layers/linear.py:206): a worker on CPU then multiplies by the weights as they
+are, as on a GPU."""

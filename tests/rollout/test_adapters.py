@@ -1,4 +1,5 @@
-"""LoRA adapters in real vLLM engines, of one worker on a thread and of two in processes, against peft."""
+"""LoRA adapters in real vLLM engines, of one worker on a thread and of two in processes, against
+peft."""
 
 from __future__ import annotations
 
@@ -49,15 +50,25 @@ def base_model() -> LlamaForCausalLM:
     """Of a family whose logits vLLM would adapt too."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=2,
-        bos_token_id=None, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=tiny.VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+        initializer_range=0.1,
+    )
     return LlamaForCausalLM(config).float().eval()
 
 
 class Adapter:
-    """One of peft's, strong enough to see, over the model that the engines have read from the disk."""
+    """One of peft's, strong enough to see, over the model that the engines have read from the
+    disk."""
 
     def __init__(self, folder: Path, seed: int, targets: list[str], b: float) -> None:
         """``b``: the size of B's entries."""
@@ -69,7 +80,10 @@ class Adapter:
                 parameter.data.normal_(0, b if "lora_B" in name else 0.1, generator=generator)
         self.model.save_pretrained(folder)
         stored = load_file(folder / "adapter_model.safetensors")
-        self.sent = {name: tensor * (ALPHA / RANK if "lora_B" in name else 1) for name, tensor in stored.items()}
+        self.sent = {
+            name: tensor * (ALPHA / RANK if "lora_B" in name else 1)
+            for name, tensor in stored.items()
+        }
 
     def logprobs(self, tokens: list[int]) -> Tensor:
         return tiny.logprobs(self.model, tokens)
@@ -94,7 +108,8 @@ class AdaptedEngine(tiny.SabotagedEngine):
         self.llm = AdaptedEngine(self.llm, lambda: self._weight_version)
 
     async def begin(self, token_ids: list[int], params: Any) -> None:
-        """Have a request, and those before it, sample some tokens, and pause; `ended` has their outputs."""
+        """Have a request, and those before it, sample some tokens, and pause; `ended` has their
+        outputs."""
         await self.pause_generation()
         self.begun.append(asyncio.create_task(self.generate(token_ids, params)))
         while len(tokens := await self.sampled_tokens()) < len(self.begun):
@@ -135,11 +150,15 @@ class Rig:
             if self.sender is not None:
                 self.sender.close()
             staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
-            self.sender = WeightSender("gloo", plan, staging, [self.engine], self.workers, PATIENCE_S)
+            self.sender = WeightSender(
+                "gloo", plan, staging, [self.engine], self.workers, PATIENCE_S
+            )
             self.plan = plan
             self.sender.connect()
         self.version += 1
-        self.sender.send(fill_with({name: t for name, t in tensors.items() if name != missing}), self.version)
+        self.sender.send(
+            fill_with({name: t for name, t in tensors.items() if name != missing}), self.version
+        )
 
     def spoil(self, kind: str) -> None:
         self.in_workers(spoil, kind)
@@ -154,7 +173,9 @@ class Rig:
     def sample(self, length: int = 20, method: str = "generate") -> Any:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, logprobs=0)
+        params = SamplingParams(
+            max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, logprobs=0
+        )
         return ray.get(getattr(self.engine, method).remote(PROBE[:8], params), timeout=PATIENCE_S)
 
 
@@ -179,7 +200,10 @@ def spoil(worker: WeightSyncExtension, kind: str) -> None:
             return
         if kind == "swapped layers":
             other = {"0": "1", "1": "0"}
-            tensors = {f"{PREFIX}{other[name[len(PREFIX)]]}{name[len(PREFIX) + 1 :]}": t for name, t in tensors.items()}
+            tensors = {
+                f"{PREFIX}{other[name[len(PREFIX)]]}{name[len(PREFIX) + 1 :]}": t
+                for name, t in tensors.items()
+            }
         layers = worker.model_runner.lora_manager._adapter_manager.modules
         o_proj = layers["model.layers.1.self_attn.o_proj"]
         if kind == "wrong slice" and worker.rank == 1:
@@ -216,7 +240,13 @@ def stacks(worker: WeightSyncExtension) -> Tensor:
     """What all layers hold."""
     layers = worker.model_runner.lora_manager._adapter_manager.modules.values()
     linear = [layer for layer in layers if isinstance(layer, BaseLinearLayerWithLoRA)]
-    return torch.cat([each.flatten() for layer in linear for each in (*layer.lora_a_stacked, *layer.lora_b_stacked)])
+    return torch.cat(
+        [
+            each.flatten()
+            for layer in linear
+            for each in (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        ]
+    )
 
 
 # ---- engines
@@ -234,14 +264,21 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             workers: launch.create_rollout_engines(
                 str(folder),
                 Vllm(
-                    tensor_parallel_size=workers, dtype="fp32", kv_cache_mib=32, max_requests=16,
+                    tensor_parallel_size=workers,
+                    dtype="fp32",
+                    kv_cache_mib=32,
+                    max_requests=16,
                     enable_prefix_caching=True,
                 ),
-                seed=3, max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False, adapter=(RANK, ALL),
+                seed=3,
+                max_model_len=256,
+                request_timeout_s=PATIENCE_S,
+                use_gpu=False,
+                adapter=(RANK, ALL),
                 executor_factory=partial(tiny.CountingExecutor, 0.0),
             )[0]
             for workers in (1, 2)
-        }  # fmt: skip
+        }
     launch.wait_until_ready([*engines.values()], PATIENCE_S)
     yield {workers: Rig(engine, workers, folder) for workers, engine in engines.items()}
     for engine in engines.values():
@@ -262,7 +299,10 @@ def test_before_the_first_adapter_the_base_answers_and_afterwards_it_does_as_in_
     one = rig.adapter(1)
     with caplog.at_level(logging.INFO):
         rig.send(one.sent)
-    assert "checksums of 28 tensors agree as the engines hold them, of 0 as the engines received" in caplog.text
+    assert (
+        "checksums of 28 tensors agree as the engines hold them, of 0 as the engines received"
+        in caplog.text
+    )
     rig.check(one.logprobs(PROBE))
     assert (one.logprobs(PROBE) - base).abs().mean() > 0.5
     after = rig.sample()
@@ -301,7 +341,9 @@ def test_a_version_is_not_answered_from_another_s_keys_and_values(rig: Rig) -> N
         ("padding", 2, f"0: 1 of 28: {PREFIX}0.self_attn.q_proj.lora_B.weight$"),
     ],
 )
-def test_what_a_worker_holds_is_not_what_was_sent(rigs: dict[int, Rig], kind: str, workers: int, names: str) -> None:
+def test_what_a_worker_holds_is_not_what_was_sent(
+    rigs: dict[int, Rig], kind: str, workers: int, names: str
+) -> None:
     rig = rigs[workers]
     one, two = rig.adapter(6), rig.adapter(7)
     rig.send(one.sent)
@@ -317,7 +359,9 @@ def test_what_a_worker_holds_is_not_what_was_sent(rigs: dict[int, Rig], kind: st
     rig.check(two.logprobs(PROBE))
 
 
-def test_an_engine_that_never_got_an_adapter_and_requests_without_one_are_seen_by_the_probe(rig: Rig) -> None:
+def test_an_engine_that_never_got_an_adapter_and_requests_without_one_are_seen_by_the_probe(
+    rig: Rig,
+) -> None:
     one, base = rig.adapter(8), tiny.logprobs(base_model(), PROBE)
     rig.in_workers(forget_all)
     rig.spoil("kept")
@@ -349,15 +393,33 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict
 
 REFUSED: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = [
     (renamed("model.model.layers", "model.layers"), "and 23 more"),
-    (renamed("q_proj", "query"), r"self_attn.query.lora_A.weight: no linear layer of the engine's model has"),
+    (
+        renamed("q_proj", "query"),
+        r"self_attn.query.lora_A.weight: no linear layer of the engine's model has",
+    ),
     (renamed("q_proj", "qkv_proj"), r"self_attn.qkv_proj.lora_A.weight: no linear layer"),
-    (with_tensor("base_model.model.lm_head.lora_A.weight", torch.ones(RANK, 64)), "lm_head.lora_A.weight: no linear"),
+    (
+        with_tensor("base_model.model.lm_head.lora_A.weight", torch.ones(RANK, 64)),
+        "lm_head.lora_A.weight: no linear",
+    ),
     (with_tensor("model.norm.weight", torch.ones(64)), "model.norm.weight: no linear layer"),
-    (lambda sent: {n: t for n, t in sent.items() if n != Q_A}, "0.self_attn.q_proj: has one of lora_A and lora_B"),
-    (with_tensor(Q_A, torch.ones(RANK + 1, 64)), r"tensors are of ranks \[3, 4\], should be of one up to 8"),
+    (
+        lambda sent: {n: t for n, t in sent.items() if n != Q_A},
+        "0.self_attn.q_proj: has one of lora_A and lora_B",
+    ),
+    (
+        with_tensor(Q_A, torch.ones(RANK + 1, 64)),
+        r"tensors are of ranks \[3, 4\], should be of one up to 8",
+    ),
     (with_tensor(Q_A, torch.ones(RANK, 65)), r"has the shape \(3, 65\), the layer's is 64 long"),
-    (with_tensor(Q_A, torch.ones(RANK, 64).bfloat16()), "is torch.bfloat16, the engine's adapters are torch.float32"),
-    (lambda sent: {"model.norm.weight": torch.ones(64)}, r"brings all weights, the engine was started for adapters"),
+    (
+        with_tensor(Q_A, torch.ones(RANK, 64).bfloat16()),
+        "is torch.bfloat16, the engine's adapters are torch.float32",
+    ),
+    (
+        lambda sent: {"model.norm.weight": torch.ones(64)},
+        r"brings all weights, the engine was started for adapters",
+    ),
 ]
 
 
@@ -372,7 +434,9 @@ def test_an_adapter_that_does_not_fit_is_named_before_the_old_one_is_touched(
     rig.check(one.logprobs(PROBE))
 
 
-def test_after_an_update_that_broke_off_the_old_adapter_is_whole_and_nothing_is_sampled(rigs: dict[int, Rig]) -> None:
+def test_after_an_update_that_broke_off_the_old_adapter_is_whole_and_nothing_is_sampled(
+    rigs: dict[int, Rig],
+) -> None:
     rig, one, two = rigs[1], rigs[1].adapter(11), rigs[1].adapter(12)
     rig.send(one.sent)
     held = rig.in_workers(stacks)
@@ -385,7 +449,9 @@ def test_after_an_update_that_broke_off_the_old_adapter_is_whole_and_nothing_is_
     rig.check(two.logprobs(PROBE))
 
 
-def test_an_adapter_that_vllm_has_dropped_is_there_again_when_a_request_asks_for_it(rig: Rig) -> None:
+def test_an_adapter_that_vllm_has_dropped_is_there_again_when_a_request_asks_for_it(
+    rig: Rig,
+) -> None:
     one = rig.adapter(13)
     rig.send(one.sent)
     rig.check(one.logprobs(PROBE))  # asked for with the update
@@ -430,8 +496,11 @@ def test_an_engine_that_keeps_its_base_does_not_sleep_without_it(rigs: dict[int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_where_all_tokens_have_the_adapter_plain_products_are_vllms(dtype: torch.dtype, is_prefill: bool) -> None:
-    """Two stacks of a layer; then a request that does not ask for the adapter, which is left to vLLM."""
+def test_where_all_tokens_have_the_adapter_plain_products_are_vllms(
+    dtype: torch.dtype, is_prefill: bool
+) -> None:
+    """Two stacks of a layer; then a request that does not ask for the adapter, which is left to
+    vLLM."""
     wrapper, taken = PunicaWrapperCPU(16, 4, "cpu"), []
     general = wrapper.add_lora_linear
 
@@ -454,7 +523,9 @@ def test_where_all_tokens_have_the_adapter_plain_products_are_vllms(dtype: torch
         torch.testing.assert_close(found_TN, expected_TN)
 
 
-@pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (8, 8), (9, 16), (65, 128), (512, 512)])
+@pytest.mark.parametrize(
+    ("rank", "largest"), [(1, 1), (3, 8), (8, 8), (9, 16), (65, 128), (512, 512)]
+)
 def test_the_engine_has_room_for_the_rank(rank: int, largest: int) -> None:
     assert with_adapter({"model": "m"}, rank, ALL)["max_lora_rank"] == largest
 
@@ -466,5 +537,7 @@ def test_a_rank_that_vllm_does_not_have_is_refused() -> None:
 
 def test_an_adapter_for_an_engine_that_was_started_without_is_refused() -> None:
     plan = plan_of({Q_A: torch.ones(3, 64)}, 1000)
-    with pytest.raises(WeightSyncError, match="brings adapters, the engine was started for all weights"):
+    with pytest.raises(
+        WeightSyncError, match="brings adapters, the engine was started for all weights"
+    ):
         WeightSyncExtension().connect_weight_receiver(plan.to_wire(), {})

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.rollout.sync.base import GO, YES, Departure, Link, WeightTransferFailed, reach_store
+from openrlhf_ext.rollout.sync.base import (
+    GO,
+    YES,
+    Departure,
+    Link,
+    WeightTransferFailed,
+    reach_store,
+)
 from openrlhf_ext.rollout.sync.gloo import Gloo
 from openrlhf_ext.rollout.sync.nccl import Nccl
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
@@ -26,9 +33,12 @@ kept: list[Any] = []
 
 
 class QuietGloo(Gloo):
-    """Gloo that is as silent as NCCL: building waits for ever, and leaving does not close the others' connections."""
+    """Gloo that is as silent as NCCL: building waits for ever, and leaving does not close the
+    others' connections."""
 
-    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    def open_group(
+        self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float
+    ) -> Any:
         return super().open_group(store, address, rank, world_size, 10 * PATIENCE_S)
 
     def abort(self, group: Any) -> None:
@@ -63,7 +73,9 @@ def outcome(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, seen
 
 
-def test_a_receiver_hears_of_a_sender_that_leaves_in_the_middle_of_an_update(store: dist.TCPStore) -> None:
+def test_a_receiver_hears_of_a_sender_that_leaves_in_the_middle_of_an_update(
+    store: dist.TCPStore,
+) -> None:
     store.set(GO, YES)
     both = link(store, 2)
     connecting, receivers = outcome(lambda: WeightReceiver.connect(plan(), both, 0))
@@ -81,7 +93,9 @@ def test_a_receiver_hears_of_a_sender_that_leaves_in_the_middle_of_an_update(sto
 def test_a_sender_does_not_wait_for_the_one_that_served_the_store_and_left_first() -> None:
     store = open_store(LOCAL, timedelta(seconds=PATIENCE_S))
     alone = link(store, 1)
-    sender = Gloo().open_sender(reach_store(alone), alone, TRANSPORT.staging(plan(), [[0]], PATIENCE_S))
+    sender = Gloo().open_sender(
+        reach_store(alone), alone, TRANSPORT.staging(plan(), [[0]], PATIENCE_S)
+    )
     del store
     start = time.monotonic()
     sender.close()
@@ -96,19 +110,27 @@ def test_who_joins_does_not_wait_for_a_sender_that_gave_up(store: dist.TCPStore)
     assert isinstance(seen[0], WeightTransferFailed) and "the sender has left" in str(seen[0])
 
 
-def test_who_joins_waits_for_a_rank_that_never_comes_until_the_deadline(store: dist.TCPStore) -> None:
+def test_who_joins_waits_for_a_rank_that_never_comes_until_the_deadline(
+    store: dist.TCPStore,
+) -> None:
     store.set(GO, YES)
     joining, seen = outcome(lambda: WeightReceiver.connect(plan(), link(store, 3, 1.0), 0))
     joining.join(SOONER_S)
-    assert isinstance(seen[0], WeightTransferFailed) and "not all 3 ranks had joined" in str(seen[0])
+    assert isinstance(seen[0], WeightTransferFailed) and "not all 3 ranks had joined" in str(
+        seen[0]
+    )
 
 
-@pytest.mark.parametrize(("done", "says"), [(False, "was not through after 0.1 s"), (True, "unhandled system error")])
+@pytest.mark.parametrize(
+    ("done", "says"), [(False, "was not through after 0.1 s"), (True, "unhandled system error")]
+)
 def test_nccl_s_first_collective_has_a_deadline_and_is_aborted(
     monkeypatch: pytest.MonkeyPatch, done: bool, says: str
 ) -> None:
     aborted: list[bool] = []
-    work = SimpleNamespace(is_completed=lambda: done, exception=lambda: RuntimeError("unhandled system error"))
+    work = SimpleNamespace(
+        is_completed=lambda: done, exception=lambda: RuntimeError("unhandled system error")
+    )
     group = SimpleNamespace(allreduce=lambda *_: work, abort=lambda: aborted.append(True))
 
     def process_group(*_: Any) -> Any:

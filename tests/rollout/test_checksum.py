@@ -1,4 +1,5 @@
-"""Sums of bits: equal where the same entries are held in whatever order and pieces, unequal where an entry differs."""
+"""Sums of bits: equal where the same entries are held in whatever order and pieces, unequal where
+an entry differs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_byt
         for slot in bucket.slots:
             slot.view(content).copy_(rows_of(tensors[slot.name], slot))
         sums.add(bucket, content)
-    assert all(same(ours, sum_of(tensor)) for ours, tensor in zip(sums.take(), tensors.values(), strict=True))
+    assert all(
+        same(ours, sum_of(tensor))
+        for ours, tensor in zip(sums.take(), tensors.values(), strict=True)
+    )
 
 
 def test_a_bucket_of_experts_is_summed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +73,9 @@ def test_a_bucket_of_experts_is_summed_in_one_pass(monkeypatch: pytest.MonkeyPat
 
 def test_parts_of_other_storages_and_empty_ones_are_no_neighbors() -> None:
     one, other = torch.randn(8, 128).bfloat16(), torch.randn(4, 128).bfloat16()
-    parts = [words(part, (8, 128), 1) for part in (one[:3], one[3:3], one[3:], other, one[:2], one[3:5])]
+    parts = [
+        words(part, (8, 128), 1) for part in (one[:3], one[3:3], one[3:], other, one[:2], one[3:5])
+    ]
     assert bit_sums(parts).tolist() == [int(bit_sum(part)) for part in parts]
 
 
@@ -83,7 +89,9 @@ def test_shards_of_rows_and_of_columns_add_up(
     for dim in (0, 1):
         shards = [shard.contiguous() for shard in whole.chunk(4, dim)]
         sums = [sum_of(shard, whole.shape, workers=4) for shard in shards]
-        assert same(sum(sums), sum_of(whole, workers=4)) and not same(sum(sums[1:]), sum_of(whole, workers=4))
+        assert same(sum(sums), sum_of(whole, workers=4)) and not same(
+            sum(sums[1:]), sum_of(whole, workers=4)
+        )
 
 
 @settings(deadline=None, max_examples=200)
@@ -92,7 +100,9 @@ def test_shards_of_rows_and_of_columns_add_up(
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     changed=st.integers(1, 6),
 )
-def test_the_smallest_steps_of_a_few_entries_never_cancel(seed: int, dtype: torch.dtype, changed: int) -> None:
+def test_the_smallest_steps_of_a_few_entries_never_cancel(
+    seed: int, dtype: torch.dtype, changed: int
+) -> None:
     """Steps up and down in equal numbers leave a plain sum of the bits as it was."""
     generator = torch.Generator().manual_seed(seed)
     old = torch.randn(16, 20, generator=generator).to(dtype)
@@ -123,12 +133,19 @@ def test_padding_of_zeros_counts_nothing() -> None:
 
 def test_a_shard_that_cannot_be_read_in_the_words_of_the_whole_says_so() -> None:
     whole = torch.randn(4, 128).bfloat16()
-    assert words(whole, whole.shape, 1).shape == (8, 16) and words(whole, whole.shape, 4).shape == (512,)
-    assert words(whole[:, :33].contiguous(), whole.shape, 1) is None and words(whole.t(), whole.shape, 1) is None
+    assert words(whole, whole.shape, 1).shape == (8, 16) and words(whole, whole.shape, 4).shape == (
+        512,
+    )
+    assert (
+        words(whole[:, :33].contiguous(), whole.shape, 1) is None
+        and words(whole.t(), whole.shape, 1) is None
+    )
 
 
 def test_engines_and_tensors_that_differ_are_named() -> None:
-    plan = BucketPlan.build([("q", (4, 4), torch.float32), ("k", (4,), torch.float32), ("v", (4,), torch.float32)], 64)
+    plan = BucketPlan.build(
+        [("q", (4, 4), torch.float32), ("k", (4,), torch.float32), ("v", (4,), torch.float32)], 64
+    )
     good = Receipt(0.1, [5 * 3, 7, 2 * 9], [16 * 3, 4, 8], 0)
     check_receipts(plan, [5, 7, 9], [good, good], 3)
     check_receipts(plan, [5, 7, 9 - MODULUS], [good], 3)
@@ -138,5 +155,8 @@ def test_engines_and_tensors_that_differ_are_named() -> None:
         ("entries", [16 * 3, 4, 7], r"1 of 3: v \(7 of 4 entries held\)$"),
         ("entries", [16 * 3, 0, 8], r"1 of 3: k \(0 of 4 entries held\)$"),
     ):
-        with pytest.raises(WeightSyncMismatch, match=rf"weight sync 3 engines do not hold(.|\n)*- engine 1: {named}"):
+        with pytest.raises(
+            WeightSyncMismatch,
+            match=rf"weight sync 3 engines do not hold(.|\n)*- engine 1: {named}",
+        ):
             check_receipts(plan, [5, 7, 9], [good, good._replace(**{field: value})], 3)

@@ -1,4 +1,5 @@
-"""The shared-memory transport with host memory in the place of a GPU's: the same protocol, between real processes."""
+"""The shared-memory transport with host memory in the place of a GPU's: the same protocol, between
+real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.launch import launch
 from tests.patience import PATIENCE_S
 from tests.rollout.host_ipc import TRANSPORT
-from tests.rollout.updates import FakeEngine, all_hold, fill_with, plan, ready, sender_to, state, without
+from tests.rollout.updates import (
+    FakeEngine,
+    all_hold,
+    fill_with,
+    plan,
+    ready,
+    sender_to,
+    state,
+    without,
+)
 
 HOST_IPC = "tests.rollout.host_ipc"
 
@@ -34,7 +44,9 @@ def engines(ray_session: None) -> list[Any]:
     return ready(FakeEngine.remote(), FakeEngine.remote())
 
 
-def test_every_engine_gets_every_version_also_after_an_update_that_was_void(engines: list[Any]) -> None:
+def test_every_engine_gets_every_version_also_after_an_update_that_was_void(
+    engines: list[Any],
+) -> None:
     sender = sender_to(engines, HOST_IPC)
     for version in (1, 2):
         sender.send(fill_with(state(version)), version)
@@ -53,13 +65,17 @@ def test_engines_that_die_hang_or_sit_elsewhere_are_named(engines: list[Any]) ->
         FakeEngine.remote("die"), FakeEngine.remote("hang"), FakeEngine.remote(device="elsewhere")
     )
     sender = sender_to([good, dying], HOST_IPC)
-    with pytest.raises(EngineFailed, match="rollout engine 1 failed(.|\n)*(died|unavailable)") as failed:
+    with pytest.raises(
+        EngineFailed, match="rollout engine 1 failed(.|\n)*(died|unavailable)"
+    ) as failed:
         sender.send(fill_with(state(1)), 1)
     assert failed.value.engines == (1,)
     sender = sender_to([good, hanging], HOST_IPC, timeout_s=4.0)
     with pytest.raises(WeightSyncTimeout, match="engines \\[1\\] did not answer within 4 s"):
         sender.send(fill_with(state(1)), 1)
-    with pytest.raises(EngineFailed, match="rollout engine 0(.|\n)*this worker's is elsewhere, the policy's are"):
+    with pytest.raises(
+        EngineFailed, match="rollout engine 0(.|\n)*this worker's is elsewhere, the policy's are"
+    ):
         sender_to([elsewhere], HOST_IPC)
     sender = sender_to([good], HOST_IPC)
     sender.send(fill_with(state(5)), 5)
@@ -81,19 +97,24 @@ def test_a_policy_lets_engines_open_its_memory_where_yama_asks_for_it(
         with suppress(RuntimeError):  # a CPU's storage has no handle of CUDA
             cuda_ipc.TRANSPORT.share(buffer)
     assert [(number, what.value) for number, what, *_ in asked] == [(0x59616D61, 2**64 - 1)]
-    with pytest.raises(WeightSyncError, match=r"cuda_ipc: .*scope is 1 and prctl.*ptrace_scope to 0 .*or use .* gloo"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"cuda_ipc: .*scope is 1 and prctl.*ptrace_scope to 0 .*or use .* gloo",
+    ):
         cuda_ipc.TRANSPORT.share(buffer)
 
 
 def relay_cases() -> dict[str, Any]:
-    """Runs on two policy ranks: rank 0's frames reach the other's buffers, which a worker beside it opens."""
+    """Runs on two policy ranks: rank 0's frames reach the other's buffers, which a worker beside it
+    opens."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     rank = dist.get_rank()
     TRANSPORT.name = f"device {rank}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(dist, "new_group")  # gloo connects when a group is made, which not every network of GPUs allows
+        # gloo connects when a group is made, which not every network of GPUs allows
+        patch.delattr(dist, "new_group")
         relay = TRANSPORT.staging(plan(), [[0, 1]], PATIENCE_S)
     if rank == 0:
         for bucket in plan().buckets[:2]:
@@ -101,7 +122,11 @@ def relay_cases() -> dict[str, Any]:
     for bucket in plan().buckets[:2]:
         relay.complete(bucket)
     opened = [TRANSPORT.open(handle).tensor for handle in relay.handles[f"device {rank}"]]
-    found = {"devices": sorted(relay.handles), "seen": [int(buffer[0]) for buffer in opened], "late": ""}
+    found = {
+        "devices": sorted(relay.handles),
+        "seen": [int(buffer[0]) for buffer in opened],
+        "late": "",
+    }
     found["keys"] = dist.distributed_c10d._get_default_store().list_keys()
     relay = TRANSPORT.staging(plan(), [[0, 1]], 0.5)
     if rank == 1:  # rank 0 exports another bucket for longer than that
@@ -115,7 +140,9 @@ def test_a_frame_reaches_the_buffers_of_every_policy_rank_and_one_that_is_late_i
     for rank, result in enumerate(launch("tests.rollout.test_cuda_ipc", "relay_cases", 2)):
         assert (result["devices"], result["seen"]) == (["device 0", "device 1"], [1, 2])
         if rank == 0:  # which removes them when all have seen them
-            assert not [key for key in result["keys"] if "relay" in key], "each is used once, and there are many"
+            assert not [key for key in result["keys"] if "relay" in key], (
+                "each is used once, and there are many"
+            )
         late = "rank 0 had not filled bucket 2 after 0.5 s (megatron.collective_timeout_s)"
         assert (late in result["late"]) == (rank == 1), result["late"]
 

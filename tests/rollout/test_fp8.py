@@ -1,4 +1,5 @@
-"""FP8 in real vLLM engines on CPU: what they hold and compute through reloads, and the proof that it is FP8."""
+"""FP8 in real vLLM engines on CPU: what they hold and compute through reloads, and the proof that
+it is FP8."""
 
 from __future__ import annotations
 
@@ -45,8 +46,15 @@ TOLERANCE = RunConfig(fp8={"rollout_enable": True}).probe_tolerance
 class Rig:
     """An engine, a sender, and the seed of the model whose weights were sent last."""
 
-    def __init__(self, engine: Any, workers: int, bf16_layers: list[int], dtype: torch.dtype) -> None:
-        self.engine, self.workers, self.bf16_layers, self.dtype = engine, workers, bf16_layers, dtype
+    def __init__(
+        self, engine: Any, workers: int, bf16_layers: list[int], dtype: torch.dtype
+    ) -> None:
+        self.engine, self.workers, self.bf16_layers, self.dtype = (
+            engine,
+            workers,
+            bf16_layers,
+            dtype,
+        )
         self.seed = self.version = 0
         plan = plan_of(self.weights(), 200_000)
         staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
@@ -97,14 +105,24 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             name: launch.create_rollout_engines(
                 str(folder),
                 Vllm(
-                    tensor_parallel_size=workers, dtype={"bfloat16": "bf16", "float32": "fp32"}[dtype],
-                    enable_prefix_caching=True, kv_cache_mib=32, max_requests=16,
+                    tensor_parallel_size=workers,
+                    dtype={"bfloat16": "bf16", "float32": "fp32"}[dtype],
+                    enable_prefix_caching=True,
+                    kv_cache_mib=32,
+                    max_requests=16,
                 ),
-                max_model_len=256, seed=3, request_timeout_s=PATIENCE_S, use_gpu=False,
-                executor_factory=partial(tiny.CountingExecutor, 0.0), bf16_layers=bf16_layers,
+                max_model_len=256,
+                seed=3,
+                request_timeout_s=PATIENCE_S,
+                use_gpu=False,
+                executor_factory=partial(tiny.CountingExecutor, 0.0),
+                bf16_layers=bf16_layers,
             )[0]
-            for name, (workers, bf16_layers, dtype) in {**asked, "none": (1, [0, 1, 2], "float32")}.items()
-        }  # fmt: skip
+            for name, (workers, bf16_layers, dtype) in {
+                **asked,
+                "none": (1, [0, 1, 2], "float32"),
+            }.items()
+        }
     launch.wait_until_ready([started[name] for name in asked], PATIENCE_S)
     found = {
         name: Rig(started[name], workers, bf16_layers, getattr(torch, dtype))
@@ -118,13 +136,17 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_an_engine_without_a_layer_in_fp8_does_not_start(rigs: dict[str, Any]) -> None:
-    with pytest.raises(EngineStartError, match="vLLM did not start: NotFP8: (.|\n)*no linear layer is to be FP8"):
+    with pytest.raises(
+        EngineStartError, match="vLLM did not start: NotFP8: (.|\n)*no linear layer is to be FP8"
+    ):
         launch.wait_until_ready([rigs["none"]], PATIENCE_S)
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_same_quantizer_gives_the_engines_logprobs_through_three_reloads(rigs: dict[str, Any]) -> None:
+def test_the_same_quantizer_gives_the_engines_logprobs_through_three_reloads(
+    rigs: dict[str, Any],
+) -> None:
     """With two workers; ``tests/e2e/test_fp8.py`` compares log-probs of an engine of one worker."""
     rig = rigs["two"]
     for seed in (0, 1, 2, 3):
@@ -133,7 +155,8 @@ def test_the_same_quantizer_gives_the_engines_logprobs_through_three_reloads(rig
         assert rig.holds_the_codes(), seed
         same = rig.difference(fp8_model.emulate(rig.model(), rig.workers, rig.bf16_layers))
         none = rig.difference(rig.model())
-        # 4e-7 to 1.7e-2 in ten measurements, for 1e-7 of another order of summation flips a rounding; none: 0.1
+        # 4e-7 to 1.7e-2 in ten measurements, for 1e-7 of another order of summation flips a
+        # rounding; none: 0.1
         assert same < none / 3 and none > 0.05, (seed, same, none)
 
 
@@ -149,7 +172,10 @@ def test_a_bf16_engine_quantizes_the_weights_that_it_was_sent_through_three_relo
             rig.send(seed)
         assert rig.holds_the_codes()
     count = len(rig.weights())
-    assert f"checksums of {count} tensors agree as the engines hold them, of 0 as the engines received" in caplog.text
+    assert (
+        f"checksums of {count} tensors agree as the engines hold them, of 0 as the engines received"
+        in caplog.text
+    )
 
 
 @pytest.mark.e2e
@@ -189,7 +215,10 @@ def test_a_layer_that_stays_behind_fails_the_probe(rigs: dict[str, Any]) -> None
 @pytest.mark.slow
 def test_every_update_ends_with_the_proof(rigs: dict[str, Any]) -> None:
     rig = rigs["bf16"]
-    wrong = r"model.layers.1.self_attn.qkv_proj: EmulatedLinear quantizes it, although it is to stay in BF16"
+    wrong = (
+        r"model.layers.1.self_attn.qkv_proj: EmulatedLinear quantizes it, although it is to stay "
+        r"in BF16"
+    )
     with pytest.raises(NotFP8, match=wrong):
         rig.call_workers("prove_quantized", [0, 1])
     with pytest.raises(Exception, match=wrong):
@@ -206,7 +235,9 @@ def linear(kernel: Any, scales: Tensor | None = None, method: Any = None) -> nn.
         method = object.__new__(Fp8PerBlockOnlineLinearMethod)
         method.fp8_linear = object.__new__(kernel)
     module.quant_method = method
-    module.weight = nn.Parameter(torch.zeros(200, 130).to(worker_extension.E4M3), requires_grad=False)
+    module.weight = nn.Parameter(
+        torch.zeros(200, 130).to(worker_extension.E4M3), requires_grad=False
+    )
     module.weight_scale_inv = torch.ones(2, 2) if scales is None else scales
     return module
 
@@ -220,23 +251,30 @@ def prove(module: nn.Module, bf16_layers: tuple[int, ...] = ()) -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        CutlassFp8BlockScaledMMKernel, DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel,
+        CutlassFp8BlockScaledMMKernel,
+        DeepGemmFp8BlockScaledMMKernel,
+        TritonFp8BlockScaledMMKernel,
         FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
     ],
-)  # fmt: skip
+)
 def test_kernels_that_quantize_activations_are_taken(kernel: type) -> None:
     prove(linear(kernel))
 
 
 @pytest.mark.parametrize("kernel", [MarlinFP8ScaledMMLinearKernel, CPUFp8BlockScaledMMKernel])
 def test_kernels_that_leave_activations_in_bf16_are_refused(kernel: type) -> None:
-    with pytest.raises(NotFP8, match=f"layers.0.o_proj: kernel {kernel.__name__} leaves activations in BF16; take"):
+    with pytest.raises(
+        NotFP8, match=f"layers.0.o_proj: kernel {kernel.__name__} leaves activations in BF16; take"
+    ):
         prove(linear(kernel))
 
 
 def test_other_layers_and_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, plain = DeepGemmFp8BlockScaledMMKernel, object.__new__(UnquantizedLinearMethod)
-    with pytest.raises(NotFP8, match=r"has .*\(200, 130\) with scales of torch.float32 \(2, 1\), should .* \(2, 2\)"):
+    with pytest.raises(
+        NotFP8,
+        match=r"has .*\(200, 130\) with scales of torch.float32 \(2, 1\), should .* \(2, 2\)",
+    ):
         prove(linear(kernel, torch.ones(2, 1)))
     with pytest.raises(NotFP8, match="scales of torch.int32"):
         prove(linear(kernel, torch.ones(2, 2).int()))
@@ -254,7 +292,14 @@ def test_layers_in_bf16_are_named_to_vllm_by_number(monkeypatch: pytest.MonkeyPa
     args = worker_extension.with_quantized_layers({"model": "m"}, [1, 27])
     assert args["quantization"] == "fp8_per_block"
     ignore = resolve_quantization_config(args["quantization"], args["quantization_config"]).ignore
-    names = {n: [f"model.layers.{n}.{leaf}" for leaf in ("self_attn.qkv_proj", "mlp.down_proj")] for n in range(30)}
+    names = {
+        n: [f"model.layers.{n}.{leaf}" for leaf in ("self_attn.qkv_proj", "mlp.down_proj")]
+        for n in range(30)
+    }
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    assert [n for n in names if all(should_ignore_layer(name, ignore, fused) for name in names[n])] == [1, 27]
-    assert [n for n in names if any(should_ignore_layer(name, ignore, fused) for name in names[n])] == [1, 27]
+    assert [
+        n for n in names if all(should_ignore_layer(name, ignore, fused) for name in names[n])
+    ] == [1, 27]
+    assert [
+        n for n in names if any(should_ignore_layer(name, ignore, fused) for name in names[n])
+    ] == [1, 27]

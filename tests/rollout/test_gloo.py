@@ -1,4 +1,5 @@
-"""Broadcast over gloo: between real processes, and what senders of every transport do about engines that misbehave."""
+"""Broadcast over gloo: between real processes, and what senders of every transport do about engines
+that misbehave."""
 
 from __future__ import annotations
 
@@ -25,7 +26,17 @@ from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver, send_stream
 from tests.launch import launch
 from tests.patience import PATIENCE_S, SOONER_S
-from tests.rollout.updates import FakeEngine, all_hold, fill_with, plan, ready, same, sender_to, state, without
+from tests.rollout.updates import (
+    FakeEngine,
+    all_hold,
+    fill_with,
+    plan,
+    ready,
+    same,
+    sender_to,
+    state,
+    without,
+)
 
 PATIENCE = timedelta(seconds=PATIENCE_S)
 GLOO_AND_FILES = pytest.mark.parametrize("transport", ["gloo", "tests.rollout.file_transport"])
@@ -36,7 +47,9 @@ GLOO_AND_FILES = pytest.mark.parametrize("transport", ["gloo", "tests.rollout.fi
 
 def transport_cases() -> dict[str, Any]:
     """Runs on rank 0 (sender) and the receivers; every rank returns what it saw, by case."""
-    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world_size, port = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
     link = Link("gloo", "127.0.0.1", port, 1, world_size, PATIENCE_S, {})
     return _send_cases(link) if rank == 0 else _receive_cases(link, rank)
 
@@ -53,11 +66,13 @@ def _send_cases(link: Link) -> dict[str, Any]:
     send(fill_with(state(1)), 1)
     with pytest.raises(KeyError):
         send(without("layer4.weight", 2), 2)
-    store.wait([f"answered {rank}" for rank in range(1, link.world_size)], PATIENCE)  # staging is free now
+    # staging is free now
+    store.wait([f"answered {rank}" for rank in range(1, link.world_size)], PATIENCE)
     send(fill_with(state(3)), 3)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="(?i)connection|closed|reset") as error:
-        for version in range(4, 200):  # small frames fit into socket buffers: the loss shows after a few
+        # small frames fit into socket buffers: the loss shows after a few
+        for version in range(4, 200):
             send(fill_with(state(version)), version)
     return {"lost peer": str(error.value), "seconds to notice": time.monotonic() - start}
 
@@ -67,7 +82,9 @@ def _receive_cases(link: Link, rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"whole": same(dict(receiver.receive(1)), 1)}
     with pytest.raises(WeightStreamAborted):
         list(receiver.receive(2))
-    dist.TCPStore(link.address, link.port, is_master=False, timeout=PATIENCE).set(f"answered {rank}", "yes")
+    dist.TCPStore(link.address, link.port, is_master=False, timeout=PATIENCE).set(
+        f"answered {rank}", "yes"
+    )
     seen["after an abort"] = same(dict(receiver.receive(3)), 3)
     stream = receiver.receive(4)
     next(stream)
@@ -102,7 +119,9 @@ def test_every_engine_gets_every_version(engines: list[Any], transport: str) -> 
 
 
 @GLOO_AND_FILES
-def test_an_export_that_fails_is_an_error_and_engines_hear_of_it(engines: list[Any], transport: str) -> None:
+def test_an_export_that_fails_is_an_error_and_engines_hear_of_it(
+    engines: list[Any], transport: str
+) -> None:
     sender = sender_to(engines, transport, workers=2)
     start = time.monotonic()
     with pytest.raises(KeyError, match="norm"):
@@ -115,7 +134,9 @@ def test_an_export_that_fails_is_an_error_and_engines_hear_of_it(engines: list[A
 
 
 @GLOO_AND_FILES
-def test_an_engine_that_fails_gives_its_own_error_and_disconnects(engines: list[Any], transport: str) -> None:
+def test_an_engine_that_fails_gives_its_own_error_and_disconnects(
+    engines: list[Any], transport: str
+) -> None:
     sender = sender_to(engines, transport, workers=2)
     ray.get(engines[1].behave.remote("fail"))
     start = time.monotonic()
@@ -135,7 +156,9 @@ def test_an_engine_that_fails_gives_its_own_error_and_disconnects(engines: list[
 
 def test_an_engine_that_cannot_connect_is_named(engines: list[Any]) -> None:
     ray.get(engines[0].behave.remote("cannot connect"))
-    with pytest.raises(EngineFailed, match="rollout engine 0 failed while joining(.|\n)*no route to the policy"):
+    with pytest.raises(
+        EngineFailed, match="rollout engine 0 failed while joining(.|\n)*no route to the policy"
+    ):
         sender_to(engines, "gloo", workers=2)
     ray.get(engines[0].behave.remote("good"))
     sender = sender_to(engines, "gloo", workers=2)  # the other engine was not left waiting
@@ -146,7 +169,9 @@ def test_an_engine_that_cannot_connect_is_named(engines: list[Any]) -> None:
 def test_a_hanging_engine_is_named_when_the_deadline_passes(ray_session: None) -> None:
     engines = ready(FakeEngine.remote(), FakeEngine.remote("hang"))
     sender = sender_to(engines, "gloo", timeout_s=4.0)
-    with pytest.raises(WeightSyncTimeout, match="engines \\[1\\] did not answer within 4 s while receiving") as error:
+    with pytest.raises(
+        WeightSyncTimeout, match="engines \\[1\\] did not answer within 4 s while receiving"
+    ) as error:
         sender.send(fill_with(state(1)), 1)
     assert error.value.engines == (1,)
 

@@ -1,4 +1,5 @@
-"""What real vLLM workers hold: bf16, two workers, fused and padded parameters, keys and values held twice."""
+"""What real vLLM workers hold: bf16, two workers, fused and padded parameters, keys and values held
+twice."""
 
 from __future__ import annotations
 
@@ -38,8 +39,13 @@ class Rig:
     def step(self) -> dict[str, Tensor]:
         """Every weight one optimizer step of 1e-6 on, as far as bf16 shows it."""
         generator = torch.Generator().manual_seed(self.version)
-        signs = {n: torch.randint(0, 2, t.shape, generator=generator) * 2 - 1 for n, t in self.weights.items()}
-        self.weights = {n: (t.float() + 1e-6 * signs[n]).bfloat16() for n, t in self.weights.items()}
+        signs = {
+            n: torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
+            for n, t in self.weights.items()
+        }
+        self.weights = {
+            n: (t.float() + 1e-6 * signs[n]).bfloat16() for n, t in self.weights.items()
+        }
         return self.weights
 
     def send(self) -> None:
@@ -72,10 +78,14 @@ def rig(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setattr(launch, "RolloutEngine", SpoiledEngine)
         fork_workers(patch)
         engines = launch.create_rollout_engines(
-            str(folder), Vllm(tensor_parallel_size=2, dtype="bf16", kv_cache_mib=32, max_requests=16), seed=3,
-            max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False,
+            str(folder),
+            Vllm(tensor_parallel_size=2, dtype="bf16", kv_cache_mib=32, max_requests=16),
+            seed=3,
+            max_model_len=256,
+            request_timeout_s=PATIENCE_S,
+            use_gpu=False,
             executor_factory=partial(tiny.CountingExecutor, 0.0),
-        )  # fmt: skip
+        )
     launch.wait_until_ready(engines, PATIENCE_S)
     yield Rig(engines[0])
     ray.kill(engines[0])
@@ -88,19 +98,28 @@ def test_logits_of_a_bf16_engine_are_not_rounded(rig: Rig) -> None:
 def test_an_engine_in_processes_of_its_own_tells_the_log_probs_of_what_it_sampled(rig: Rig) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=1, logprobs=0, flat_logprobs=True)
-    (completion,) = ray.get(rig.engine.generate.remote(list(range(8)), params), timeout=PATIENCE_S).outputs
+    params = SamplingParams(
+        max_tokens=40, ignore_eos=True, temperature=1.0, seed=1, logprobs=0, flat_logprobs=True
+    )
+    (completion,) = ray.get(
+        rig.engine.generate.remote(list(range(8)), params), timeout=PATIENCE_S
+    ).outputs
     probe = rig.engine.probe_logprobs.remote([*range(8), *completion.token_ids])
     expected = torch.tensor(ray.get(probe, timeout=PATIENCE_S)[7:])
     assert len(completion.logprobs.logprobs) == 40
     assert (expected - torch.tensor(completion.logprobs.logprobs)).abs().max() < 0.05  # bf16
 
 
-def test_every_tensor_is_found_where_two_workers_hold_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_tensor_is_found_where_two_workers_hold_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         rig.send()
     count = len(rig.weights)
-    assert f"checksums of {count} tensors agree as the engines hold them, of 0 as the engines received" in caplog.text
+    assert (
+        f"checksums of {count} tensors agree as the engines hold them, of 0 as the engines received"
+        in caplog.text
+    )
     rig.step()
     rig.send()
 
@@ -118,10 +137,17 @@ def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
     [
         ("stale", r"engine 0: \d+ of 27: model.embed_tokens.weight, .*, and \d+ more$"),
         ("lost shard", rf"engine 0: 1 of 27: {spoiling.LOST}$"),
-        ("swapped", "engine 0: 2 of 27: {}, {}$".format(*(f"model.layers.0.self_attn.{k}" for k in spoiling.SWAPPED))),
+        (
+            "swapped",
+            "engine 0: 2 of 27: {}, {}$".format(
+                *(f"model.layers.0.self_attn.{k}" for k in spoiling.SWAPPED)
+            ),
+        ),
     ],
 )
-def test_a_step_of_1e_6_that_did_not_get_everywhere_is_seen_and_named(rig: Rig, kind: str, names: str) -> None:
+def test_a_step_of_1e_6_that_did_not_get_everywhere_is_seen_and_named(
+    rig: Rig, kind: str, names: str
+) -> None:
     rig.send()
     rig.spoil(kind)
     rig.step()

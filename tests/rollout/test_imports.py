@@ -20,6 +20,8 @@ from tests.patience import PATIENCE_S
 )
 def test_importing_does_not_import(module: str, absent: list[str]) -> None:
     code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"

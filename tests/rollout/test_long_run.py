@@ -1,4 +1,5 @@
-"""75 updates of a bf16 model of a real vocabulary: no false alarm, and an alarm where something is wrong."""
+"""75 updates of a bf16 model of a real vocabulary: no false alarm, and an alarm where something is
+wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ UPDATES = 75
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_proof_of_a_wide_model_gives_no_false_alarm_and_finds_what_checksums_cannot(tmp_path: Path) -> None:
+def test_the_proof_of_a_wide_model_gives_no_false_alarm_and_finds_what_checksums_cannot(
+    tmp_path: Path,
+) -> None:
     wide_model.save_checkpoint(tmp_path)
     (found,) = launch("tests.rollout.wide_model", "run", 1, path=str(tmp_path), updates=UPDATES)
     assert found["random"] < -15, "logits are as wide as a real model's"
@@ -26,4 +29,7 @@ def test_the_proof_of_a_wide_model_gives_no_false_alarm_and_finds_what_checksums
     assert found["proved again"]
     assert found["lengths"] == [200] * 4
     assert all(len(spans) == 2 for spans in found["spans"]), "a request was not in mid-flight"
-    assert found["own"] > 0 and "the vLLM engine of this actor died; the end of its log" in found["died"]
+    assert (
+        found["own"] > 0
+        and "the vLLM engine of this actor died; the end of its log" in found["died"]
+    )

@@ -1,4 +1,5 @@
-"""Host memory: frames use it again, but never under a tensor that is still there; processes share it."""
+"""Host memory: frames use it again, but never under a tensor that is still there; processes share
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Engines of mixtures of experts: in the actor's process, and in two workers that vLLM spawns. Log-probs and experts
-are those of transformers, before and after updates; what is not held as it was sent is named."""
+"""Engines of mixtures of experts: in the actor's process, and in two workers that vLLM spawns.
+Log-probs and experts are those of transformers, before and after updates; what is not held as it
+was sent is named."""
 
 from __future__ import annotations
 
@@ -73,12 +74,17 @@ class Rig:
         from vllm import SamplingParams
 
         asked = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "logprobs": 0, **params})
-        return ray.get([self.engine.generate.remote(prompt, asked) for prompt in prompts], timeout=PATIENCE_S)
+        return ray.get(
+            [self.engine.generate.remote(prompt, asked) for prompt in prompts], timeout=PATIENCE_S
+        )
 
     def check(self, output: Any) -> None:
         """Every number that vLLM tells of a completion, in vLLM's form."""
         (completion,) = output.outputs
-        told = [at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
+        told = [
+            at[token].logprob
+            for token, at in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
         truth = mixture.truth(self.model, [*output.prompt_token_ids, *completion.token_ids])
         off = truth.logprobs_R[len(output.prompt_token_ids) - 1 :] - torch.tensor(told)
         assert off.abs().max() < TOLERANCE
@@ -89,14 +95,25 @@ class Rig:
 def start(kind: type, family: str, folder: Path, workers: int) -> Any:
     mixture.save_checkpoint(folder, family)
     options = Vllm(
-        tensor_parallel_size=workers, dtype="fp32", enable_prefix_caching=True, kv_cache_mib=32, max_requests=16
+        tensor_parallel_size=workers,
+        dtype="fp32",
+        enable_prefix_caching=True,
+        kv_cache_mib=32,
+        max_requests=16,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", kind)
         return launch.create_rollout_engines(
-            str(folder), options, seed=3, max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False,
-            executor_factory=make_executor(Reward()), tells_entropies=True, routed_experts=True,
-        )[0]  # fmt: skip
+            str(folder),
+            options,
+            seed=3,
+            max_model_len=256,
+            request_timeout_s=PATIENCE_S,
+            use_gpu=False,
+            executor_factory=make_executor(Reward()),
+            tells_entropies=True,
+            routed_experts=True,
+        )[0]
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +121,9 @@ def engines(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Started together to save time."""
     folder = tmp_path_factory.mktemp("mixtures")
     found = [
-        start(SpoiledEngine, "qwen3_moe", folder / "alone", 1), start(UnpackedEngine, "qwen2_moe", folder / "two", 2)
-    ]  # fmt: skip
+        start(SpoiledEngine, "qwen3_moe", folder / "alone", 1),
+        start(UnpackedEngine, "qwen2_moe", folder / "two", 2),
+    ]
     launch.wait_until_ready(found, PATIENCE_S)
     yield found
     for engine in found:
@@ -120,7 +138,8 @@ def alone(engines: list[Any]) -> Rig:
 
 @pytest.fixture(scope="module")
 def two(engines: list[Any]) -> Rig:
-    """Qwen2-MoE, which has a shared expert, in two workers, which have patches only from the worker extension."""
+    """Qwen2-MoE, which has a shared expert, in two workers, which have patches only from the worker
+    extension."""
     return Rig(engines[1], "qwen2_moe", 2)
 
 
@@ -141,7 +160,9 @@ def test_log_probs_and_experts_are_those_of_the_weights_that_came_last(rig: Rig)
 def test_the_probe_is_answered_beside_requests_that_ask_for_experts(rig: Rig) -> None:
     rig.send(1)
     probe = ray.get(rig.engine.probe_logprobs.remote(PROMPTS[2]), timeout=PATIENCE_S)
-    assert (torch.tensor(probe) - mixture.truth(rig.model, PROMPTS[2]).logprobs_R).abs().max() < TOLERANCE
+    assert (
+        torch.tensor(probe) - mixture.truth(rig.model, PROMPTS[2]).logprobs_R
+    ).abs().max() < TOLERANCE
 
 
 def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
@@ -171,18 +192,23 @@ def summed(rig: Rig, caplog: pytest.LogCaptureFixture) -> tuple[int, int]:
     with caplog.at_level(logging.INFO):
         rig.send(3)
     found = re.search(
-        r"checksums of (\d+) tensors agree as the engines hold them, of (\d+) as the engines", caplog.text
+        r"checksums of (\d+) tensors agree as the engines hold them, of (\d+) as the engines",
+        caplog.text,
     )
     assert found is not None
     return int(found[1]), int(found[2])
 
 
-def test_only_linear_layers_are_packed_as_those_of_a_dense_model(alone: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_linear_layers_are_packed_as_those_of_a_dense_model(
+    alone: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     received = 5 * mixture.LAYERS  # q, k, v, o and the router
     assert summed(alone, caplog) == (len(mixture.tensors(alone.model)) - received, received)
 
 
-def test_every_tensor_is_summed_where_two_workers_hold_it(two: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_tensor_is_summed_where_two_workers_hold_it(
+    two: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     assert summed(two, caplog) == (len(mixture.tensors(two.model)), 0)
 
 
@@ -199,17 +225,26 @@ PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
         ("swapped pair", [f"{EXPERT}.{part}" for part in PARTS[:2]]),
         ("left out", [f"{EXPERT}.{PARTS[1]}"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(name.split(".", 5)[5] for name in value),
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(name.split(".", 5)[5] for name in value)
+    ),
 )
-def test_experts_that_are_not_where_they_belong_are_named(rig: Rig, kind: str, names: list[str]) -> None:
+def test_experts_that_are_not_where_they_belong_are_named(
+    rig: Rig, kind: str, names: list[str]
+) -> None:
     named_if_wrong(rig, kind, names)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp.gate.weight", "mlp.shared_expert.up_proj.weight", "mlp.shared_expert.down_proj.weight",
-     "mlp.shared_expert_gate.weight", "post_attention_layernorm.weight"],
-)  # fmt: skip
+    [
+        "mlp.gate.weight",
+        "mlp.shared_expert.up_proj.weight",
+        "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_expert_gate.weight",
+        "post_attention_layernorm.weight",
+    ],
+)
 def test_what_a_mixture_has_beside_its_experts_is_named(two: Rig, name: str) -> None:
     named_if_wrong(two, "stale ones", [f"model.layers.1.{name}"])
 
@@ -240,7 +275,9 @@ def test_an_update_in_the_middle_leaves_rows_to_the_weights_that_sampled(rig: Ri
     rig.send(7)
     models = {rig.version: rig.model}
     asked = SamplingParams(max_tokens=190, ignore_eos=True, logprobs=0, temperature=1.0)
-    running = halted_in_flight(rig.engine, lambda: [rig.engine.generate.remote(PROMPTS[1], asked) for _ in range(4)])
+    running = halted_in_flight(
+        rig.engine, lambda: [rig.engine.generate.remote(PROMPTS[1], asked) for _ in range(4)]
+    )
     rig.send(8)
     models[rig.version] = rig.model
     for output in ray.get(running, timeout=PATIENCE_S):
@@ -250,8 +287,12 @@ def test_an_update_in_the_middle_leaves_rows_to_the_weights_that_sampled(rig: Ri
         experts_RLK = mixture.in_order(completion.routed_experts)
         assert len(experts_RLK) == len(tokens) - 1
         for version, first, end in completion.weight_versions:
-            rows = slice(0 if first == 0 else len(PROMPTS[1]) - 1 + first, len(PROMPTS[1]) - 1 + end)
-            assert torch.equal(experts_RLK[rows], mixture.truth(models[version], tokens).experts_RLK[rows])
+            rows = slice(
+                0 if first == 0 else len(PROMPTS[1]) - 1 + first, len(PROMPTS[1]) - 1 + end
+            )
+            assert torch.equal(
+                experts_RLK[rows], mixture.truth(models[version], tokens).experts_RLK[rows]
+            )
 
 
 def test_a_stop_string_ends_rows_with_its_tokens(rig: Rig) -> None:
@@ -272,7 +313,9 @@ def test_a_completion_without_log_probs_has_rows(alone: Rig) -> None:
 def whole(rig: Rig, response: Response) -> None:
     truth = mixture.truth(rig.model, response.tokens_S.tolist())
     assert torch.equal(mixture.in_order(response.experts_RLK), truth.experts_RLK)
-    expected_T = torch.cat([truth.logprobs_R[start - 1 : stop - 1] for start, stop in response.actions])
+    expected_T = torch.cat(
+        [truth.logprobs_R[start - 1 : stop - 1] for start, stop in response.actions]
+    )
     assert (expected_T - torch.tensor(response.logprobs_T)).abs().max() < TOLERANCE
 
 
@@ -280,17 +323,23 @@ def test_responses_have_rows_beside_log_probs_and_entropies(rig: Rig) -> None:
     request = GroupRequest("what is 12 times 31?", "", 4, Sampling(1.0, 1.0, 8, 64), (1,))
     called = rig.engine.generate_group.options(num_returns=2).remote(request)
     responses, experts = ray.get(called, timeout=PATIENCE_S)
-    assert len(responses) == len(experts) == 4 and all(response.experts_RLK is None for response in responses)
+    assert len(responses) == len(experts) == 4 and all(
+        response.experts_RLK is None for response in responses
+    )
     for response, experts_RLK in zip(responses, experts, strict=True):
         whole(rig, replace(response, experts_RLK=experts_RLK))
-        entropy = mixture.entropies(rig.model, response.tokens_S.tolist())[response.actions[0][0] - 1 :]
+        entropy = mixture.entropies(rig.model, response.tokens_S.tolist())[
+            response.actions[0][0] - 1 :
+        ]
         assert (entropy - torch.tensor(response.entropies_T)).abs().max() < TOLERANCE
 
 
 def test_rows_of_an_agent_s_conversation_have_no_hole(alone: Rig, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     asked = GroupRequest("what?", "", 3, Sampling(1.0, 1.0, None, 96), (5,))
-    responses = ray.get(alone.engine.episodes.remote(str(tmp_path / "agent.py"), asked), timeout=PATIENCE_S)
+    responses = ray.get(
+        alone.engine.episodes.remote(str(tmp_path / "agent.py"), asked), timeout=PATIENCE_S
+    )
     for response in responses:
         assert len(response.actions) == 3 and response.actions[-1][1] == len(response.tokens_S)
         whole(alone, response)

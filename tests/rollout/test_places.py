@@ -1,4 +1,5 @@
-"""Which bundles engines take; the GPU half of `launch` as far as a machine without GPUs can tell."""
+"""Which bundles engines take; the GPU half of `launch` as far as a machine without GPUs can
+tell."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def places(placements: list) -> list[tuple]:
 def test_an_engine_takes_neighbors_in_the_order_it_is_given():
     placements = launch._gpu_placements(engines(2, 2), PLACES)
     assert places(placements) == [(3, [3, 1]), (0, [0, 2])]
-    assert [extra["num_gpus"] for _, extra in placements] == [0.2, 0.2], "as OpenRLHF's colocated engines"
+    assert [extra["num_gpus"] for _, extra in placements] == [0.2, 0.2], (
+        "as OpenRLHF's colocated engines"
+    )
     assert [options["num_gpus"] for options, _ in placements] == [0, 0], "the workers take the GPUs"
 
 

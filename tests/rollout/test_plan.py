@@ -16,7 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float6
 
 @st.composite
 def spec_lists(draw: st.DrawFn) -> list[Spec]:
-    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12))
+    shapes = draw(
+        st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
+    )
     return [(f"t{i}", shape, draw(st.sampled_from(DTYPES))) for i, shape in enumerate(shapes)]
 
 
@@ -48,14 +50,20 @@ def test_every_tensor_has_one_aligned_place_in_order(specs: list[Spec], bucket_b
     plan = BucketPlan.build(specs, bucket_bytes)
     assert list(plan.tensors) == specs
     slots = [slot for bucket in plan.buckets for slot in bucket.slots]
-    assert [name for name, _ in itertools.groupby(slot.name for slot in slots)] == [name for name, _, _ in specs]
+    assert [name for name, _ in itertools.groupby(slot.name for slot in slots)] == [
+        name for name, _, _ in specs
+    ]
     for name, shape, _ in specs:
         mine = [slot for slot in slots if slot.name == name]
-        assert [slot.start for slot in mine] == [0] + [slot.stop for slot in mine[:-1]], "rows without a gap"
+        assert [slot.start for slot in mine] == [0] + [slot.stop for slot in mine[:-1]], (
+            "rows without a gap"
+        )
         assert mine[-1].stop == (shape[0] if shape else 1)
     for bucket in plan.buckets:
         (first, *others) = bucket.slots
-        assert bucket.nbytes <= bucket_bytes or (first.stop - first.start <= 1 and not others), "only a row is larger"
+        assert bucket.nbytes <= bucket_bytes or (first.stop - first.start <= 1 and not others), (
+            "only a row is larger"
+        )
         assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket.slots)
         ends = [0] + [slot.offset + slot.nbytes for slot in bucket.slots]
         assert all(end <= slot.offset for end, slot in zip(ends, bucket.slots, strict=False))
@@ -74,7 +82,9 @@ def test_a_plan_survives_its_wire_form(specs: list[Spec], bucket_bytes: int) -> 
 def test_a_tensor_larger_than_a_bucket_travels_in_pieces_of_rows() -> None:
     small, large = ("small", (4,), torch.float32), ("large", (10, 30), torch.float32)
     plan = BucketPlan.build([small, large, ("after", (4,), torch.float32)], 512)
-    found = [[(slot.name, slot.start, slot.stop) for slot in bucket.slots] for bucket in plan.buckets]
+    found = [
+        [(slot.name, slot.start, slot.stop) for slot in bucket.slots] for bucket in plan.buckets
+    ]
     rows = [[("large", 0, 4)], [("large", 4, 8)], [("large", 8, 10), ("after", 0, 4)]]
     assert found == [[("small", 0, 4)], *rows]
     assert plan.largest_frame == HEADER_BYTES + 512 and plan.payload_bytes == 1232
@@ -82,7 +92,8 @@ def test_a_tensor_larger_than_a_bucket_travels_in_pieces_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [("b", (2, 3), torch.float32), ("a", (3, 2), torch.float32), ("a", (2, 3), torch.int32)]
+    "other",
+    [("b", (2, 3), torch.float32), ("a", (3, 2), torch.float32), ("a", (2, 3), torch.int32)],
 )
 def test_the_fingerprint_sees_name_shape_and_dtype(other: tuple) -> None:
     plan = BucketPlan.build([("a", (2, 3), torch.float32)], 1024)

@@ -22,7 +22,9 @@ LOGPROBS = st.floats(-20.0, -0.01)
 
 
 @given(pairs=st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=50))
-def test_a_difference_is_in_nats_and_of_unlikely_tokens_the_share(pairs: list[tuple[float, float]]) -> None:
+def test_a_difference_is_in_nats_and_of_unlikely_tokens_the_share(
+    pairs: list[tuple[float, float]],
+) -> None:
     expected = sum(abs(a - b) / max(1.0, -max(a, b) / 5) for a, b in pairs) / len(pairs)
     one, other = torch.tensor(pairs, dtype=torch.float64).unbind(1)
     assert relative_difference(one, other).mean == pytest.approx(expected, rel=1e-9, abs=1e-15)
@@ -30,14 +32,18 @@ def test_a_difference_is_in_nats_and_of_unlikely_tokens_the_share(pairs: list[tu
 
 
 def test_rounding_of_a_token_that_nobody_samples_is_no_alarm() -> None:
-    """What a real model gave in bf16 to a token drawn at random: the first run with one ended by it."""
+    """What a real model gave in bf16 to a token drawn at random: the first run with one ended by
+    it."""
     policy, engine = torch.tensor([-0.7, -17.79]), [-0.71, -17.49]
     expected = (0.01 + 0.3 * 5 / 17.49) / 2
-    assert check_sync(policy, [engine], tolerance=0.1, version=2) == pytest.approx(expected, rel=1e-3)
+    assert check_sync(policy, [engine], tolerance=0.1, version=2) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_rounding_of_a_policy_that_has_left_the_text_is_no_alarm() -> None:
-    """What the model of wide_model.py gave after 251 updates; weighed by probabilities it was a mean of 0.115 nats."""
+    """What the model of wide_model.py gave after 251 updates; weighed by probabilities it was a
+    mean of 0.115 nats."""
     policy, engine = torch.tensor([-17.84, -4.339, -16.2, -13.91]), [-18.02, -4.480, -16.1, -13.92]
     assert check_sync(policy, [engine], tolerance=0.1, version=251) < 0.06
 
@@ -49,7 +55,9 @@ def test_a_token_that_becomes_likely_for_one_side_only_is_a_mismatch() -> None:
 
 def test_the_gauge_is_the_largest_over_engines() -> None:
     policy = torch.tensor([-2.0, -2.0, -2.0], dtype=torch.float64)
-    gauge = check_sync(policy, [[-2.0, -2.0, -2.0], [-2.0, -2.00003, -2.0]], tolerance=1e-4, version=1)
+    gauge = check_sync(
+        policy, [[-2.0, -2.0, -2.0], [-2.0, -2.00003, -2.0]], tolerance=1e-4, version=1
+    )
     assert gauge == pytest.approx(1e-5, rel=1e-3)
 
 
@@ -57,7 +65,9 @@ def test_the_last_token_alone_shows_a_cache_of_old_weights() -> None:
     policy = torch.full((159,), -1.0)
     engine = [-1.0] * 158 + [-2.0]
     assert relative_difference(policy, torch.tensor(engine)).mean < 0.01
-    with pytest.raises(WeightSyncMismatch, match="0.00629 on average, 1 at the last token, worst at position 158"):
+    with pytest.raises(
+        WeightSyncMismatch, match="0.00629 on average, 1 at the last token, worst at position 158"
+    ):
         check_sync(policy, [engine], tolerance=0.1, version=1)
 
 
@@ -65,23 +75,32 @@ def test_the_last_token_alone_shows_a_cache_of_old_weights() -> None:
 def test_the_text_ends_where_the_model_was_of_two_minds(logprobs: list[float]) -> None:
     end = end_of_probe(logprobs)
     assert max(0, len(logprobs) - 16) < end <= len(logprobs)
-    assert all(abs(math.exp(logprobs[end - 1]) - 0.5) <= abs(math.exp(x) - 0.5) for x in logprobs[-16:])
+    assert all(
+        abs(math.exp(logprobs[end - 1]) - 0.5) <= abs(math.exp(x) - 0.5) for x in logprobs[-16:]
+    )
 
 
 def test_a_mismatch_names_engine_position_and_both_values() -> None:
     with pytest.raises(WeightSyncMismatch) as error:
-        check_sync(torch.tensor([-1.0, -2.5]), [[-1.0, -2.5], [-1.0, -4.25]], tolerance=1e-4, version=12)
+        check_sync(
+            torch.tensor([-1.0, -2.5]), [[-1.0, -2.5], [-1.0, -4.25]], tolerance=1e-4, version=12
+        )
     text = str(error.value)
     assert "weight sync 12" in text and "more than 0.0001 nats" in text
     assert "engine 0: ok" in text
-    assert "engine 1: MISMATCH, 0.875 on average, 1.75 at the last token, worst at position 1: " in text
+    assert (
+        "engine 1: MISMATCH, 0.875 on average, 1.75 at the last token, worst at position 1: "
+        in text
+    )
     assert "policy -2.500000, engine -4.250000" in text
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
 def test_a_value_that_is_not_finite_is_a_mismatch(bad: float) -> None:
     with pytest.raises(WeightSyncMismatch):
-        check_sync(torch.tensor([-1.0, -2.0]), [[-1.0, -2.0], [bad, -2.0]], tolerance=1e-4, version=1)
+        check_sync(
+            torch.tensor([-1.0, -2.0]), [[-1.0, -2.0], [bad, -2.0]], tolerance=1e-4, version=1
+        )
     with pytest.raises(WeightSyncMismatch):
         check_sync(torch.tensor([bad, -2.0]), [[-1.0, -2.0]], tolerance=1e-4, version=1)
 
@@ -93,7 +112,9 @@ def test_unequal_lengths_are_refused() -> None:
         check_sync(torch.zeros(2), [], tolerance=1.0, version=0)
 
 
-def test_more_than_at_the_start_is_said_and_more_than_rounding_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_at_the_start_is_said_and_more_than_rounding_ends_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     policy = torch.tensor([-1.0, -1.0])
 
     def check(off: float) -> float:

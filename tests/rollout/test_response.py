@@ -25,7 +25,9 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 @given(st.lists(seeds, min_size=1, max_size=4), st.lists(seeds, min_size=1, max_size=4))
-def test_other_numbers_give_another_seed_and_the_same_ones_the_same(one: list[int], other: list[int]) -> None:
+def test_other_numbers_give_another_seed_and_the_same_ones_the_same(
+    one: list[int], other: list[int]
+) -> None:
     assert (derived_seed(*one) == derived_seed(*other)) == (one == other)
     assert 0 <= derived_seed(derived_seed(*one), 3) < 2**63
 
@@ -76,7 +78,9 @@ def test_actions_that_are_not_what_was_sampled(tokens, spans):
     assert record(engine, response, 1)[SPANS_KEY] == spans
 
 
-@pytest.mark.parametrize("response", [None, {"text": "x"}, {"observation_tokens": [1], "action_ranges": [(0, 1)]}])
+@pytest.mark.parametrize(
+    "response", [None, {"text": "x"}, {"observation_tokens": [1], "action_ranges": [(0, 1)]}]
+)
 def test_responses_of_another_form_or_without_a_request_are_left_alone(response):
     engine = Engine(([5], [(0, 0, 1)]))
     expected = dict(response) if isinstance(response, dict) else response
@@ -85,8 +89,8 @@ def test_responses_of_another_form_or_without_a_request_are_left_alone(response)
 
 
 class Router:
-    """An engine that tells of each token but the last, as its experts, how many tokens there are up to it and their
-    sum; and of the first ones of a prompt only if it is asked to."""
+    """An engine that tells of each token but the last, as its experts, how many tokens there are up
+    to it and their sum; and of the first ones of a prompt only if it is asked to."""
 
     def __init__(self, *completions: list[int]) -> None:
         self.completions, self.asked = list(completions), []
@@ -95,9 +99,10 @@ class Router:
         self.asked.append(params.routed_experts_prompt_start)
         tokens = self.completions.pop(0)
         completion = SimpleNamespace(
-            token_ids=tokens, weight_versions=[(1, 0, len(tokens))],
+            token_ids=tokens,
+            weight_versions=[(1, 0, len(tokens))],
             routed_experts=rows_of([*prompt, *tokens])[params.routed_experts_prompt_start : -1],
-        )  # fmt: skip
+        )
         return SimpleNamespace(outputs=[completion])
 
 
@@ -114,7 +119,8 @@ class Params(SimpleNamespace):
 def routed(
     turns: list[tuple[list[int], list[int]]], tokens: list[int], max_len: int = 99
 ) -> tuple[Response, list[int]]:
-    """The response of these tokens after requests of (prompt, completion); where the prompts' rows were asked from."""
+    """The response of these tokens after requests of (prompt, completion); where the prompts' rows
+    were asked from."""
 
     async def run() -> Any:
         router = Router(*(said for _, said in turns))
@@ -122,9 +128,13 @@ def routed(
         for prompt, _ in turns:
             await recorder.generate(prompt, Params(seed=None, routed_experts_prompt_start=0))
         response = {
-            "observation_tokens": tokens, "action_ranges": [(2, len(tokens))], "rollout_log_probs": None,
-            "reward": 1.0, "scores": 1.0, "extra_logs": {},
-        }  # fmt: skip
+            "observation_tokens": tokens,
+            "action_ranges": [(2, len(tokens))],
+            "rollout_log_probs": None,
+            "reward": 1.0,
+            "scores": 1.0,
+            "extra_logs": {},
+        }
         annotated = recorder.annotate(response)
         assert ROUTING_KEY in annotated
         return Response.of_agent(annotated, max_len), router.asked
@@ -134,7 +144,9 @@ def routed(
 
 def test_rows_of_a_turn_go_on_where_those_of_the_last_one_ended():
     first, feedback, second = [5, 6, 7], [8, 9, 10], [11, 12]
-    response, asked = routed([([1, 2], first), ([1, 2, *first, *feedback], second)], [1, 2, *first, *feedback, *second])
+    response, asked = routed(
+        [([1, 2], first), ([1, 2, *first, *feedback], second)], [1, 2, *first, *feedback, *second]
+    )
     assert np.array_equal(response.experts_RLK, rows_of(response.tokens_S.tolist())[:-1])
     assert asked == [0, 4], "of the token that the first turn ended with, and what follows"
 
@@ -161,10 +173,14 @@ def test_rows_are_cut_with_the_tokens(max_len: int, rows: int):
         ([([9, 9, 9], [5]), ([1, 2], [7, 8])], [1, 2, 7, 8], 3),
     ],
     ids=[
-        "altered", "altered, and gone on with", "sampled twice", "a branch left", "a longer prompt before",
+        "altered",
+        "altered, and gone on with",
+        "sampled twice",
+        "a branch left",
+        "a longer prompt before",
         "another text before",
     ],
-)  # fmt: skip
+)
 def test_rows_are_of_what_the_engine_has_seen(turns: list, tokens: list[int], rows: int):
     response, _ = routed(turns, tokens)
     assert np.array_equal(response.experts_RLK, rows_of(tokens)[:rows])
@@ -174,7 +190,9 @@ words = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 
 @given(prompt=words, turns=st.lists(st.tuples(words, words), min_size=1, max_size=5))
-def test_rows_of_any_conversation_have_no_hole(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> None:
+def test_rows_of_any_conversation_have_no_hole(
+    prompt: list[int], turns: list[tuple[list[int], list[int]]]
+) -> None:
     """(what the policy says, what the environment answers) at each turn."""
     requests, tokens = [], prompt
     for said, answered in turns:
@@ -188,13 +206,21 @@ def test_rows_of_any_conversation_have_no_hole(prompt: list[int], turns: list[tu
 
 def test_a_receipt_binds_a_reward_to_its_tokens():
     answer = {
-        "observation_tokens": [1, 2, 3], "action_ranges": [(1, 3)], "rollout_log_probs": None, "reward": 0.5,
-        "scores": 1.0, "extra_logs": {},
-    }  # fmt: skip
+        "observation_tokens": [1, 2, 3],
+        "action_ranges": [(1, 3)],
+        "rollout_log_probs": None,
+        "reward": 0.5,
+        "scores": 1.0,
+        "extra_logs": {},
+    }
     made = Response.of_agent(answer, max_len=8)
     made.check_reward()
     dataclasses.replace(made, score=0.0, extra_logs={"x": 1.0}).check_reward()
-    for other in ({"reward": 0.25}, {"tokens_S": made.tokens_S[::-1]}, {"tokens_S": made.tokens_S[:2]}):
+    for other in (
+        {"reward": 0.25},
+        {"tokens_S": made.tokens_S[::-1]},
+        {"tokens_S": made.tokens_S[:2]},
+    ):
         with pytest.raises(RolloutError, match="not the one that it was graded with"):
             dataclasses.replace(made, **other).check_reward()
     dataclasses.replace(made, reward=0.25, receipt=None).check_reward()  # a reward model's

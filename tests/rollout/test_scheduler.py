@@ -45,14 +45,19 @@ class Model:
 def make(tmp_path: Path) -> Iterator[Callable[[bool], tuple[Engine, dict[str, Collector]]]]:
     def made(asynchronous: bool) -> tuple[Engine, dict[str, Collector]]:
         engine = Engine(str(tmp_path), 8, asynchronous)
-        return engine, {name: engine.add(name, [3] * 20, params_of(n, WAYS[name])) for name, n in LENGTHS.items()}
+        return engine, {
+            name: engine.add(name, [3] * 20, params_of(n, WAYS[name]))
+            for name, n in LENGTHS.items()
+        }
 
     yield made
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("entropies", [False, True])
-def test_every_completion_gets_what_was_told_of_its_tokens(make, asynchronous: bool, entropies: bool) -> None:
+def test_every_completion_gets_what_was_told_of_its_tokens(
+    make, asynchronous: bool, entropies: bool
+) -> None:
     engine, collectors = make(asynchronous)
     model, steps = Model(entropies), 0
     while engine.scheduler.get_num_unfinished_requests():
@@ -95,17 +100,27 @@ def finished(make: Any, name: str) -> CompletionOutput:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda told: told[:-1], r"7 tokens and told 7 log-probs and 0 entropies of them, in 51 bytes, should be 52"),
+        (
+            lambda told: told[:-1],
+            r"7 tokens and told 7 log-probs and 0 entropies of them, in 51 bytes, should be 52",
+        ),
         (lambda told: None, "7 tokens and told nothing of them"),
         (lambda told: told[:10], r"7 tokens and told uint8 \(10,\) of them"),
-        (lambda told: np.zeros((26, 3, 2), np.uint8), r"7 tokens and told uint8 \(26, 3, 2\) of them"),
+        (
+            lambda told: np.zeros((26, 3, 2), np.uint8),
+            r"7 tokens and told uint8 \(26, 3, 2\) of them",
+        ),
     ],
     ids=["cut", "none", "shorter than its header", "experts, by vLLM's own scheduler"],
 )
-def test_a_completion_whose_numbers_are_missing_is_refused(make, spoil: Callable, says: str) -> None:
+def test_a_completion_whose_numbers_are_missing_is_refused(
+    make, spoil: Callable, says: str
+) -> None:
     completion = finished(make, "short")
     completion.routed_experts = spoil(completion.routed_experts)
-    with pytest.raises(RuntimeError, match=f"{says}.*was it openrlhf_ext.rollout.scheduler.make_scheduler"):
+    with pytest.raises(
+        RuntimeError, match=f"{says}.*was it openrlhf_ext.rollout.scheduler.make_scheduler"
+    ):
         unpack(completion, params_of(7, "end"), 20)
 
 
@@ -151,7 +166,8 @@ ROOMY, CROWDED = 1000, 14
 def routed(
     folder: Path, seed: int, ours: bool, updates: tuple[int, ...], **settings: Any
 ) -> tuple[RoutedEngine, dict[str, CompletionOutput]]:
-    """A whole scenario, with updates of the weights before these steps, in the middle of requests."""
+    """A whole scenario, with updates of the weights before these steps, in the middle of
+    requests."""
     engine, way = RoutedEngine(str(folder), ours=ours, **settings), "end" if ours else "step"
     for name, prompt, length in scenario(seed):
         engine.ask(name, prompt, params_of(length, way))
@@ -164,21 +180,35 @@ def routed(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
-@pytest.mark.parametrize(("blocks", "updates"), [(ROOMY, (4, 9, 30)), (CROWDED, (4, 9, 30)), (CROWDED, ())])
+@pytest.mark.parametrize(
+    ("blocks", "updates"), [(ROOMY, (4, 9, 30)), (CROWDED, (4, 9, 30)), (CROWDED, ())]
+)
 def test_experts_come_with_log_probs_as_from_vllms_own_scheduler(
-    tmp_path: Path, asynchronous: bool, experts: int, dtype: type, blocks: int, updates: tuple[int, ...]
+    tmp_path: Path,
+    asynchronous: bool,
+    experts: int,
+    dtype: type,
+    blocks: int,
+    updates: tuple[int, ...],
 ) -> None:
     """Rows of a token that was sampled are those of the weights that sampled the next one."""
     seen = set()
     for seed in range(6):
-        settings = {"asynchronous": asynchronous, "experts": experts, "blocks": blocks, "updates": updates}
+        settings = {
+            "asynchronous": asynchronous,
+            "experts": experts,
+            "blocks": blocks,
+            "updates": updates,
+        }
         _, stock = routed(tmp_path, seed, ours=False, **settings)
         engine, ours = routed(tmp_path, seed, ours=True, **settings)
         assert not engine.scheduler._kept
         seen |= engine.seen
         for name, prompt, _ in scenario(seed):
             mine, theirs = ours[name], stock[name]
-            assert list(mine.token_ids) == list(theirs.token_ids) == engine.tokens[name][len(prompt) :]
+            assert (
+                list(mine.token_ids) == list(theirs.token_ids) == engine.tokens[name][len(prompt) :]
+            )
             assert mine.logprobs.logprobs == theirs.logprobs.logprobs
             assert mine.routed_experts.dtype == theirs.routed_experts.dtype == dtype
             assert np.array_equal(mine.routed_experts, theirs.routed_experts)
@@ -187,7 +217,8 @@ def test_experts_come_with_log_probs_as_from_vllms_own_scheduler(
 
 
 def test_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
-    """Whoever counts a prompt otherwise than vLLM, or has it left out in part, without saying so, is told."""
+    """Whoever counts a prompt otherwise than vLLM, or has it left out in part, without saying so,
+    is told."""
     name, prompt, length = scenario(0)[0]
     engine = RoutedEngine(str(tmp_path), ours=True, asynchronous=False, experts=8, blocks=ROOMY)
     params = params_of(length, "end")
@@ -196,7 +227,8 @@ def test_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
     (completion,) = engine.collectors[name].output.outputs
     rows = len(prompt) + length - 1
     with pytest.raises(
-        RuntimeError, match=f"told {rows} rows of routed experts, should be {rows + 1}: of {len(prompt) + 1}"
+        RuntimeError,
+        match=f"told {rows} rows of routed experts, should be {rows + 1}: of {len(prompt) + 1}",
     ):
         unpack(completion, params, len(prompt) + 1, experts=True)
 

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Staging, WeightStreamAborted, WeightSyncError, WeightTransferFailed
+from openrlhf_ext.rollout.sync.base import (
+    Staging,
+    WeightStreamAborted,
+    WeightSyncError,
+    WeightTransferFailed,
+)
 from openrlhf_ext.rollout.sync.plan import (
     HEADER_BYTES,
     Bucket,
@@ -23,7 +28,13 @@ from openrlhf_ext.rollout.sync.plan import (
     together,
     words,
 )
-from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver, follow_stream, let_others_end, send_stream
+from openrlhf_ext.rollout.sync.stream import (
+    Fill,
+    WeightReceiver,
+    follow_stream,
+    let_others_end,
+    send_stream,
+)
 from tests.rollout.test_plan import random_tensor, spec_lists
 from tests.rollout.updates import fill_with, plan_of
 
@@ -53,7 +64,9 @@ def staging_of(plan: BucketPlan) -> Staging:
     return Staging(tuple(torch.empty(plan.largest_frame, dtype=torch.uint8) for _ in range(2)))
 
 
-def transfer(plan: BucketPlan, fill: Fill, version: int = 1, group: QueueGroup | None = None) -> QueueGroup:
+def transfer(
+    plan: BucketPlan, fill: Fill, version: int = 1, group: QueueGroup | None = None
+) -> QueueGroup:
     group = group or QueueGroup()
     send_stream(group, plan, staging_of(plan), fill, version)
     return group
@@ -70,7 +83,8 @@ def model(*names: str) -> dict[str, Tensor]:
 @settings(deadline=None, max_examples=40)
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 1000))
 def test_all_tensors_arrive_and_stay_intact(specs: list[Spec], bucket_bytes: int) -> None:
-    """Also those received first, while later frames arrive: vLLM keeps them until a layer is complete."""
+    """Also those received first, while later frames arrive: vLLM keeps them until a layer is
+    complete."""
     plan = BucketPlan.build(specs, bucket_bytes)
     sent = {spec[0]: random_tensor(spec) for spec in specs}
     received = receive(transfer(plan, fill_with(sent)), plan, version=1)
@@ -108,7 +122,9 @@ def two_streams(version: int) -> tuple[BucketPlan, list[QueueGroup], list[int]]:
     plan = BucketPlan.build([(name, (8,), torch.float32) for name in tensors], 128, [0, 1, 0, 1])
     groups, sums = [QueueGroup(), QueueGroup()], []
     for stream, group in enumerate(groups):
-        sums.append(send_stream(group, plan, staging_of(plan), fill_with(tensors), version, stream=stream))
+        sums.append(
+            send_stream(group, plan, staging_of(plan), fill_with(tensors), version, stream=stream)
+        )
     return plan, groups, [sum(each) for each in zip(*sums, strict=True)]
 
 
@@ -139,7 +155,8 @@ def test_a_stale_and_a_swapped_stream_are_refused_and_a_half_written_one_is_name
 
 
 class Noted(Staging):
-    """Staging, filling and sending that note in which order they are called, and fail when told to."""
+    """Staging, filling and sending that note in which order they are called, and fail when told
+    to."""
 
     watch = None
 
@@ -152,7 +169,11 @@ class Noted(Staging):
     def note(self, call: str) -> None:
         self.calls.append(call)
         if call == self.fail_at:
-            raise WeightTransferFailed("gone") if call.startswith("sent") else ZeroDivisionError("cannot fill")
+            raise (
+                WeightTransferFailed("gone")
+                if call.startswith("sent")
+                else ZeroDivisionError("cannot fill")
+            )
 
     def fill(self, bucket: Bucket, content: Tensor | None) -> None:
         self.note(f"fill {bucket.index}" if content is not None else f"skip {bucket.index}")
@@ -173,12 +194,23 @@ class Noted(Staging):
         return self.calls
 
 
-def test_a_bucket_is_filled_while_the_one_before_is_under_way_and_completed_when_its_buffer_is_free() -> None:
+def test_a_bucket_is_filled_while_the_one_before_is_under_way_and_completed_when_its_buffer_is_free() -> (
+    None
+):
     assert Noted().lead() == [
-        "fill 0", "complete 0", "send 0",
-        "fill 1", "sent 0", "complete 1", "send 1",
-        "fill 2", "sent 1", "complete 2", "send 2", "sent 2",
-    ]  # fmt: skip
+        "fill 0",
+        "complete 0",
+        "send 0",
+        "fill 1",
+        "sent 0",
+        "complete 1",
+        "send 1",
+        "fill 2",
+        "sent 1",
+        "complete 2",
+        "send 2",
+        "sent 2",
+    ]
 
 
 def test_after_a_failure_the_other_ranks_are_let_go() -> None:

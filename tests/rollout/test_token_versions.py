@@ -24,12 +24,15 @@ def test_spans_say_what_an_observer_of_every_token_would(begun, steps):
     spans = versions.take("r", begun, len(observed))
     assert [v for v, start, end in spans for _ in range(start, end)] == observed
     assert all(end > start for _, start, end in spans)
-    assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans)][: len(spans)], "no gaps"
+    assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans)][: len(spans)], (
+        "no gaps"
+    )
 
 
 def test_a_request_that_had_finished_before_an_update_does_not_get_its_version():
     versions = TokenVersions()
-    versions.change(4, {})  # its output was ready but not collected: it is no longer among the unfinished
+    # its output was ready but not collected: it is no longer among the unfinished
+    versions.change(4, {})
     assert versions.take("done", begun_with=3, num_tokens=7) == [(3, 0, 7)]
 
 
@@ -45,5 +48,7 @@ def test_counts_are_by_the_id_the_request_was_made_with():
         detokenizer = None if count is None else SimpleNamespace(num_output_tokens=lambda: count)
         return SimpleNamespace(external_req_id=name, detokenizer=detokenizer)
 
-    processor = SimpleNamespace(request_states={"a-1f": state("a", 3), "b-2e": state("b", 0), "p": state("p", None)})
+    processor = SimpleNamespace(
+        request_states={"a-1f": state("a", 3), "b-2e": state("b", 0), "p": state("p", None)}
+    )
     assert count_tokens(processor) == {"a": 3, "b": 0}

@@ -15,10 +15,13 @@ from openrlhf_ext.rollout.sync.base import Transport
 
 
 def test_the_option_names_the_transports() -> None:
-    """The choices of `vllm.sync_backend` are the list of transports; each is a module of the folder."""
+    """The choices of `vllm.sync_backend` are the list of transports; each is a module of the
+    folder."""
     choices = set(get_args(Vllm.model_fields["sync_backend"].annotation)) - {"auto"}
     modules = {path.stem for path in Path(sync.__file__).parent.glob("[a-z]*.py")}
-    with_transport = {name for name in modules if hasattr(import_module(f"{sync.__name__}.{name}"), "TRANSPORT")}
+    with_transport = {
+        name for name in modules if hasattr(import_module(f"{sync.__name__}.{name}"), "TRANSPORT")
+    }
     assert choices == with_transport == {"gloo", "nccl", "cuda_ipc"}
     assert all(isinstance(find_transport(name), Transport) for name in choices)
 
@@ -31,7 +34,12 @@ def test_what_is_no_transport_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("on_gpu", "colocated", "transport"),
-    [(False, False, "gloo"), (False, True, "gloo"), (True, False, "nccl"), (True, True, "cuda_ipc")],
+    [
+        (False, False, "gloo"),
+        (False, True, "gloo"),
+        (True, False, "nccl"),
+        (True, True, "cuda_ipc"),
+    ],
 )
 def test_auto_is_the_fastest_that_works(on_gpu: bool, colocated: bool, transport: str) -> None:
     assert choose_transport("auto", on_gpu=on_gpu, colocated=colocated) == transport
@@ -39,11 +47,16 @@ def test_auto_is_the_fastest_that_works(on_gpu: bool, colocated: bool, transport
     assert choose_transport("gloo", on_gpu=on_gpu, colocated=colocated) == "gloo"
 
 
-@pytest.mark.parametrize(("on_gpu", "colocated", "transport"), [(True, False, "gloo"), (True, True, "cuda_ipc")])
+@pytest.mark.parametrize(
+    ("on_gpu", "colocated", "transport"), [(True, False, "gloo"), (True, True, "cuda_ipc")]
+)
 def test_engines_with_other_settings_of_nccl_are_in_no_group_with_the_policy(
     on_gpu: bool, colocated: bool, transport: str
 ) -> None:
-    assert choose_transport("auto", on_gpu=on_gpu, colocated=colocated, deterministic=True) == transport
+    assert (
+        choose_transport("auto", on_gpu=on_gpu, colocated=colocated, deterministic=True)
+        == transport
+    )
 
 
 @pytest.mark.parametrize("asked", ["nccl", "cuda_ipc"])

@@ -31,15 +31,21 @@ for kernel, width, words in (*kinds, (_bit_sum_kernel, 16, "*i64"), (_mixed_kern
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
-# looked for, not imported: Triton decides when it is first imported whether its own helpers run in the interpreter
+# looked for, not imported: Triton decides when it is first imported whether its own helpers run in
+# the interpreter
 pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="the package 'triton' is not installed (docs/head.md: how to run these tests)"
+    find_spec("triton") is None,
+    reason="the package 'triton' is not installed (docs/head.md: how to run these tests)",
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64], ids=str
+)
 @pytest.mark.parametrize("shape", [(0, 256), (1,), (61,), (61, 24), (70, 128), (70, 1024)], ids=str)
-def test_the_kernels_sum_is_the_cpus(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple) -> None:
+def test_the_kernels_sum_is_the_cpus(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple
+) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     from openrlhf_ext.rollout import triton_sums
@@ -58,7 +64,11 @@ def test_it_compiles_for_a_gpu_that_is_not_there() -> None:
     """In a process of its own: Triton's interpreter, once used, spoils its compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
+        [sys.executable, "-c", COMPILE],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=PATIENCE_S,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -27,11 +27,17 @@ def state(version: int) -> dict[str, Tensor]:
     """What version `version` of a model looks like, the same in every process."""
     generator = torch.Generator().manual_seed(version)
     layers = {f"layer{i}.weight": torch.randn(300, 100, generator=generator) for i in range(6)}
-    return {**layers, "norm": torch.randn(100, generator=generator).bfloat16(), "scale": torch.tensor(float(version))}
+    return {
+        **layers,
+        "norm": torch.randn(100, generator=generator).bfloat16(),
+        "scale": torch.tensor(float(version)),
+    }
 
 
 def plan_of(tensors: Mapping[str, Tensor], bucket_bytes: int) -> BucketPlan:
-    return BucketPlan.build([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()], bucket_bytes)
+    return BucketPlan.build(
+        [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()], bucket_bytes
+    )
 
 
 def plan() -> BucketPlan:
@@ -45,7 +51,9 @@ def no_sum(words_N: Tensor) -> Tensor:
 
 def same(received: dict[str, Tensor], version: int) -> bool:
     sent = state(version)
-    return received.keys() == sent.keys() and all(torch.equal(received[name].cpu(), sent[name]) for name in sent)
+    return received.keys() == sent.keys() and all(
+        torch.equal(received[name].cpu(), sent[name]) for name in sent
+    )
 
 
 def fill_with(tensors: Mapping[str, Tensor]) -> Fill:
@@ -55,7 +63,9 @@ def fill_with(tensors: Mapping[str, Tensor]) -> Fill:
         if content is not None:
             for slot in bucket.slots:
                 tensor = tensors[slot.name].detach()
-                slot.view(content).copy_(tensor if slot.is_whole else tensor[slot.start : slot.stop])
+                slot.view(content).copy_(
+                    tensor if slot.is_whole else tensor[slot.start : slot.stop]
+                )
 
     return fill
 
@@ -70,7 +80,8 @@ class FakeEngine:
     """The weight-sync surface of a rollout engine, without a model."""
 
     def __init__(self, behavior: str = "good", device: str | None = None, workers: int = 1) -> None:
-        """`device`: the name of this process's device, for `host_ipc`; `workers`: threads, each with all weights."""
+        """`device`: the name of this process's device, for `host_ipc`; `workers`: threads, each
+        with all weights."""
         self.behavior, self.workers = behavior, workers
         if device is not None:
             import_module("tests.rollout.host_ipc").TRANSPORT.name = device
@@ -111,9 +122,15 @@ class FakeEngine:
         """Of workers that hold everything as it arrived."""
         names = [name for name, _, _ in self.plan.tensors]
         tensors = [[own[name] for name in names] for own in self.received]
-        held = [[(words(each, each.shape, self.workers), each.numel()) for each in own] for own in tensors]
+        held = [
+            [(words(each, each.shape, self.workers), each.numel()) for each in own]
+            for own in tensors
+        ]
         summed = no_sum if self.behavior == "no sums" else bit_sum
-        return together([0.25], [[(int(summed(words_N)), entries, False) for words_N, entries in own] for own in held])
+        return together(
+            [0.25],
+            [[(int(summed(words_N)), entries, False) for words_N, entries in own] for own in held],
+        )
 
     def holds(self, version: int) -> bool:
         return all(same(own, version) for own in self.received)
@@ -125,7 +142,9 @@ def ready(*engines: Any) -> list[Any]:
     return [*engines]
 
 
-def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S, workers: int = 1) -> WeightSender:
+def sender_to(
+    engines: list[Any], transport: str, timeout_s: float = PATIENCE_S, workers: int = 1
+) -> WeightSender:
     """A sender of `plan` from one process, connected to engines of so many workers."""
     staging = find_transport(transport).staging(plan(), [[0]], PATIENCE_S)
     sender = WeightSender(transport, plan(), staging, engines, workers, timeout_s)
@@ -141,7 +160,8 @@ def two_senders(
     plan = BucketPlan.build(specs, bucket_bytes, [place % 2 for place in range(len(specs))])
     staging = [find_transport("gloo").staging(plan, [[0]], PATIENCE_S) for _ in range(2)]
     senders = [
-        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, number) for number, own in enumerate(staging)
+        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, number)
+        for number, own in enumerate(staging)
     ]
     link = senders[0].meet()
     with ThreadPoolExecutor() as pool:
@@ -158,8 +178,9 @@ def send_together(senders: list[WeightSender], fill: Fill, version: int) -> Send
 
 
 def halted_in_flight(engine: Any, ask: Callable[[], list[Any]]) -> list[Any]:
-    """What ``ask`` asked of a `tiny.SabotagedEngine`, which has sampled some tokens for each and stands still until it
-    takes weights. Asked again if all end before, so it does not matter how fast it is."""
+    """What ``ask`` asked of a `tiny.SabotagedEngine`, which has sampled some tokens for each and
+    stands still until it takes weights. Asked again if all end before, so it does not matter how
+    fast it is."""
     asked: list[Any] = []
 
     def halted() -> bool:

@@ -1,4 +1,5 @@
-"""A policy rank and an engine in its own process, as on GPUs, of a bf16 Llama with logits as wide as a real one's."""
+"""A policy rank and an engine in its own process, as on GPUs, of a bf16 Llama with logits as wide
+as a real one's."""
 
 from __future__ import annotations
 
@@ -44,10 +45,19 @@ def save_checkpoint(path: Path) -> None:
     """Random, with the head scaled so that a token drawn at random has a log-prob of about -17."""
     tiny.save_checkpoint(path, tied=False)  # its tokenizer
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=2,
-        bos_token_id=None, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+        initializer_range=0.1,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).float()
     with torch.no_grad():
@@ -71,21 +81,35 @@ class Wide:
         own_process = patch.object(launch, "cpu_engine_args", lambda *_: arguments)
         with own_process, patch.object(launch, "RolloutEngine", tiny.SabotagedEngine):
             engine = launch.create_rollout_engines(
-                path, Vllm(dtype="bf16", enable_prefix_caching=True, kv_cache_mib=32, max_requests=16),
-                max_model_len=256, seed=3, request_timeout_s=PATIENCE_S, use_gpu=False,
+                path,
+                Vllm(dtype="bf16", enable_prefix_caching=True, kv_cache_mib=32, max_requests=16),
+                max_model_len=256,
+                seed=3,
+                request_timeout_s=PATIENCE_S,
+                use_gpu=False,
                 executor_factory=partial(tiny.CountingExecutor, 0.0),
-            )[0]  # fmt: skip
+            )[0]
         layout = ParallelLayout(1, 1, 1, 1)
         initialize_distributed(layout, PATIENCE_S, 0)
         optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
         one_pass = Train(micro_batch_size=2)  # both of its sequences
-        policy = MegatronPolicy(ModelSettings(path, layout, train=one_pass, optimizer=optimizer, updates=1000))
+        policy = MegatronPolicy(
+            ModelSettings(path, layout, train=one_pass, optimizer=optimizer, updates=1000)
+        )
         launch.wait_until_ready([engine], PATIENCE_S)
         tokens, logprobs = ray.get(engine.continuation.remote(PROMPT, 110, 0), timeout=PATIENCE_S)
         text = tuple(PROMPT + tokens[: end_of_probe(logprobs)])
         publisher = WeightPublisher(
             policy,
-            SyncSettings("gloo", 1, WeightSync(bucket_mib=4, timeout_s=PATIENCE_S), TOLERANCE, text, "adapter", "bf16"),
+            SyncSettings(
+                "gloo",
+                1,
+                WeightSync(bucket_mib=4, timeout_s=PATIENCE_S),
+                TOLERANCE,
+                text,
+                "adapter",
+                "bf16",
+            ),
             [engine],
         )
         publisher.connect()
@@ -110,7 +134,9 @@ def run(path: str, updates: int) -> dict[str, Any]:
     found: dict[str, Any] = {"gauges": [wide.publisher.prove(0)]}
     # half of what the model says itself becomes likelier, half less so, as advantages have it
     texts = [ray.get(wide.engine.continuation.remote(PROMPT, 16, seed))[0] for seed in (1, 2)]
-    batch = sequence_batch([torch.tensor(PROMPT + text).numpy() for text in texts], [[(50, 66)]] * 2)
+    batch = sequence_batch(
+        [torch.tensor(PROMPT + text).numpy() for text in texts], [[(50, 66)]] * 2
+    )
     weights_N = torch.tensor([1.0, -0.2]).repeat_interleave(16) / 32
     found["random"] = float(wide.policy.logprobs(random_row(), 1.0).logprobs_N.mean())
     found["entropy"] = [float(wide.policy.logprobs(batch, 1.0).entropies_N.mean())]
@@ -118,10 +144,14 @@ def run(path: str, updates: int) -> dict[str, Any]:
         found["gauges"] += [wide.update(batch, weights_N) for _ in range(updates)]
     found["warned"] = said.call_count
     found["entropy"].append(float(wide.policy.logprobs(batch, 1.0).entropies_N.mean()))
-    with patch.object(wide.policy, "logprobs", partial(at_another_temperature, wide.policy.logprobs)):
+    with patch.object(
+        wide.policy, "logprobs", partial(at_another_temperature, wide.policy.logprobs)
+    ):
         found["temperature"] = alarm(lambda: wide.publisher.prove(wide.version))
     ray.get(wide.engine.sabotage.remote(forget_to_reset=True))
-    for parameter in (p for chunk in wide.policy.chunks for p in chunk.decoder.parameters() if p.dim() == 2):
+    for parameter in (
+        p for chunk in wide.policy.chunks for p in chunk.decoder.parameters() if p.dim() == 2
+    ):
         parameter.data.normal_(std=0.1)  # the values of old keys would hardly show after one step
     found["cache"] = alarm(lambda: wide.send())
     ray.get(wide.engine.sabotage.remote())
@@ -148,13 +178,17 @@ def at_another_temperature(logprobs: Any, batch: SequenceBatch, temperature: flo
     return logprobs(batch, 0.8)
 
 
-def through_a_sync_and_a_kill(wide: Wide, batch: SequenceBatch, weights_N: torch.Tensor) -> dict[str, Any]:
-    """Requests of an engine in a process of its own go on through a sync; they end with an error when it is killed."""
+def through_a_sync_and_a_kill(
+    wide: Wide, batch: SequenceBatch, weights_N: torch.Tensor
+) -> dict[str, Any]:
+    """Requests of an engine in a process of its own go on through a sync; they end with an error
+    when it is killed."""
 
     def in_flight(requests: int) -> list[Any]:
         params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, logprobs=1)
         return halted_in_flight(
-            wide.engine, lambda: [wide.engine.generate.remote(PROMPT, params) for _ in range(requests)]
+            wide.engine,
+            lambda: [wide.engine.generate.remote(PROMPT, params) for _ in range(requests)],
         )
 
     running = in_flight(4)
@@ -170,6 +204,8 @@ def through_a_sync_and_a_kill(wide: Wide, batch: SequenceBatch, weights_N: torch
         ray.get(last, timeout=PATIENCE_S)
         died = "nothing was raised"
     except ray.exceptions.RayTaskError as error:
-        died = str(error.cause) if isinstance(error.cause, EngineDied) else f"another error: {error}"
+        died = (
+            str(error.cause) if isinstance(error.cause, EngineDied) else f"another error: {error}"
+        )
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     return {"spans": spans, "lengths": lengths, "died": died, "own": len(children)}

@@ -1,4 +1,5 @@
-"""Bands of trusted runs: what leaves them is told, other runs of the recipe stay inside, other files are refused."""
+"""Bands of trusted runs: what leaves them is told, other runs of the recipe stay inside, other
+files are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options.table import table_of
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
-from openrlhf_ext.run.corridor import CorridorLeft, Watch, bands_of, make_corridor, read_corridor, recipe, written
+from openrlhf_ext.run.corridor import (
+    CorridorLeft,
+    Watch,
+    bands_of,
+    make_corridor,
+    read_corridor,
+    recipe,
+    written,
+)
 from openrlhf_ext.run.records import Recorder
 from tests.e2e.jobs import Task
 from tests.run.test_records import recorder_of
@@ -40,10 +49,14 @@ def config_of(task, **more):
 
 def record(draw: random.Random, step: int) -> dict[str, float]:
     return {
-        "reward/mean": 0.4 + draw.uniform(0, 0.1), "grad_norm": 0.1 * draw.uniform(1, 2), "lr": 1e-3 * step,
-        "kl/rollout": 1e-13 * draw.uniform(1, 2), "response/truncated_rate": 0.0, "time/step": draw.uniform(1, 99),
+        "reward/mean": 0.4 + draw.uniform(0, 0.1),
+        "grad_norm": 0.1 * draw.uniform(1, 2),
+        "lr": 1e-3 * step,
+        "kl/rollout": 1e-13 * draw.uniform(1, 2),
+        "response/truncated_rate": 0.0,
+        "time/step": draw.uniform(1, 99),
         "reward_log/own": draw.uniform(-1, 1),
-    }  # fmt: skip
+    }
 
 
 def evaluated(draw: random.Random) -> dict[str, float]:
@@ -67,7 +80,9 @@ def make_run(folder, name, config, seed, evaluates=False):
 @pytest.fixture(scope="module")
 def corridor(task):
     """The file that ``openrlhf-ext report`` makes of five runs, which differ in seed and place."""
-    runs = [make_run(task.folder, f"trusted{n}", config_of(task, train__seed=n), n) for n in range(5)]
+    runs = [
+        make_run(task.folder, f"trusted{n}", config_of(task, train__seed=n), n) for n in range(5)
+    ]
     path = task.folder / "corridor.json"
     page = str(task.folder / "page.html")
     assert report.main([*map(str, runs), "--output", page, "--write_corridor", str(path)]) == 0
@@ -81,14 +96,31 @@ def test_another_run_of_the_recipe_is_inside(task, corridor):
         draw = random.Random(seed)
         for step in range(1, STEPS + 3):  # longer than the trusted ones
             assert found.left(step, record(draw, step)) == [], (seed, step)
-    assert found.faults(config_of(task, train__seed=77, ckpt__output_dir="elsewhere", vllm__num_engines=2)) == []
+    assert (
+        found.faults(
+            config_of(task, train__seed=77, ckpt__output_dir="elsewhere", vllm__num_engines=2)
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize(("metric", "value"), [
-    ("reward/mean", 0.9), ("grad_norm", 0.9), ("lr", 1.1e-3), ("kl/rollout", 1e-6), ("response/truncated_rate", 0.2),
-    ("reward_log/own", -9.0), ("grad_norm", None), ("grad_norm", float("nan")), ("reward/mean", float("inf")),
-])  # fmt: skip
-def test_what_leaves_is_told_with_its_band_and_likely_causes(corridor, tmp_path, caplog, metric, value):
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        ("reward/mean", 0.9),
+        ("grad_norm", 0.9),
+        ("lr", 1.1e-3),
+        ("kl/rollout", 1e-6),
+        ("response/truncated_rate", 0.2),
+        ("reward_log/own", -9.0),
+        ("grad_norm", None),
+        ("grad_norm", float("nan")),
+        ("reward/mean", float("inf")),
+    ],
+)
+def test_what_leaves_is_told_with_its_band_and_likely_causes(
+    corridor, tmp_path, caplog, metric, value
+):
     changed = {**record(random.Random(7), 1), metric: value}
     if value is None:
         del changed[metric]
@@ -96,7 +128,9 @@ def test_what_leaves_is_told_with_its_band_and_likely_causes(corridor, tmp_path,
         watch = Watch(str(corridor), "warn", events)
         watch.look(1, changed)
         watch.look(1, changed)
-    assert sum(metric in line.getMessage() for line in caplog.records) == 1, "said once, written every time"
+    assert sum(metric in line.getMessage() for line in caplog.records) == 1, (
+        "said once, written every time"
+    )
     told = [event for _, event in read_lines(tmp_path / "events.jsonl")]
     assert [list(event["metrics"]) for event in told] == [[metric], [metric]]
     low, high = read_corridor(corridor).bands[metric][0]
@@ -118,7 +152,10 @@ def test_bands_hold_what_they_are_made_of(values):
 
 def test_a_metric_that_is_negative_at_another_step_may_be_so_here():
     name = "entropy/surprise_correlation"
-    runs = [{1: {name: 0.001 * n}, 2: {name: 0.002}, 3: {name: 0.004 * n}, 4: {name: -0.1}} for n in (1, 2, 3)]
+    runs = [
+        {1: {name: 0.001 * n}, 2: {name: 0.002}, 3: {name: 0.004 * n}, 4: {name: -0.1}}
+        for n in (1, 2, 3)
+    ]
     (low, high), *_ = bands_of(name, runs, 4)
     assert low < 0 < high
     positive = [{step: {name: abs(each[name])} for step, each in run.items()} for run in runs]
@@ -135,17 +172,24 @@ def test_advantages_that_are_not_divided_by_the_deviation_leave():
 
 
 def test_runs_that_agree_at_one_step_by_chance_leave_it_room():
-    """A count of 0 in all of them, where the steps beside it have some; a rate that all have has neither."""
+    """A count of 0 in all of them, where the steps beside it have some; a rate that all have has
+    neither."""
     name = "algorithm/degenerate_groups"
     counts = [(0.0, 0.0, 0.0625 * (number > 2)) for number in range(5)]
-    runs = [{step: {name: count, "lr": 1e-3 * step} for step, count in enumerate(each, 1)} for each in counts]
+    runs = [
+        {step: {name: count, "lr": 1e-3 * step} for step, count in enumerate(each, 1)}
+        for each in counts
+    ]
     first, second, third = bands_of(name, runs, 3)
-    assert first == pytest.approx((-0.03, 0.03)) and second == third == pytest.approx((-0.125, 0.1875))
+    assert first == pytest.approx((-0.03, 0.03)) and second == third == pytest.approx(
+        (-0.125, 0.1875)
+    )
     assert bands_of("lr", runs, 3)[1] == pytest.approx((2e-3, 2e-3), rel=1e-5)
 
 
 def test_rounding_is_bounded_and_not_spread():
-    """Exactly 0 in one run, 1e-17 to 1e-15 in others, as the first update's distance from the reference."""
+    """Exactly 0 in one run, 1e-17 to 1e-15 in others, as the first update's distance from the
+    reference."""
     name = "algorithm/ref_kl"
     runs = [{1: {name: value}} for value in (0.0, 1e-17, 1e-16, 1e-15, 3e-16)]
     assert bands_of(name, runs, 1)[0] == pytest.approx((-1e-9, 1e-9), rel=1e-5)
@@ -160,32 +204,58 @@ def test_what_belongs_to_deadlines_machine_and_layout_may_differ(task, corridor,
         named = recipe(dict.fromkeys(table_of(kind)))
         assert not [name for name in named if name.endswith("timeout_s")]
         assert not named.keys() & {
-            "train.micro_batch_size", "train.max_minutes", "vllm.sync_backend", "megatron.sequence_parallel_enable",
-            "rollout.micro_batch_size", "train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.colocate_all",
-            "megatron.decoder_first_pipeline_num_layers", "vllm.gpu_memory_utilization", "vllm.enforce_eager",
-            "actor.gradient_checkpointing_enable", "megatron.distributed_optimizer_enable",
-        }  # fmt: skip
+            "train.micro_batch_size",
+            "train.max_minutes",
+            "vllm.sync_backend",
+            "megatron.sequence_parallel_enable",
+            "rollout.micro_batch_size",
+            "train.max_tokens_per_gpu",
+            "train.dynamic_batch_enable",
+            "train.colocate_all",
+            "megatron.decoder_first_pipeline_num_layers",
+            "vllm.gpu_memory_utilization",
+            "vllm.enforce_eager",
+            "actor.gradient_checkpointing_enable",
+            "megatron.distributed_optimizer_enable",
+        }
         prefix = "actor." if kind is RunConfig else ""
         assert named.keys() > {
-            f"{prefix}adam.lr", f"{prefix}max_norm", "train.batch_size", "megatron.param_dtype", "data.max_len",
-            "ds.lora.rank", "fp8.enable", "eval.steps", "train.max_epochs",
-        }  # fmt: skip
+            f"{prefix}adam.lr",
+            f"{prefix}max_norm",
+            "train.batch_size",
+            "megatron.param_dtype",
+            "data.max_len",
+            "ds.lora.rank",
+            "fp8.enable",
+            "eval.steps",
+            "train.max_epochs",
+        }
     content = json.loads(corridor.read_text())
-    content["options"] |= {"reward.timeout_s": 30, "train.micro_batch_size": 99, "vllm.sync_backend": "nccl"}
+    content["options"] |= {
+        "reward.timeout_s": 30,
+        "train.micro_batch_size": 99,
+        "vllm.sync_backend": "nccl",
+    }
     (tmp_path / "older.json").write_text(json.dumps(content))
     changed = config_of(task, reward__timeout_s=31, rollout__timeout_s=61, train__max_minutes=5)
     assert read_corridor(tmp_path / "older.json").faults(changed) == []
 
 
 def test_a_run_compares_its_steps(task, corridor, caplog):
-    config = config_of(task, train__corridor=corridor, logger__metrics_path=task.folder / "watched/metrics.jsonl")
+    config = config_of(
+        task, train__corridor=corridor, logger__metrics_path=task.folder / "watched/metrics.jsonl"
+    )
     recorder = Recorder(config, STEPS, 0, EventLog())
     with caplog.at_level(logging.WARNING):
         recorder.write(1, record(random.Random(3), 1))
         recorder.write(2, {**record(random.Random(4), 2), "grad_norm": 7.0})
     recorder.close()
     (told,) = [line.getMessage() for line in caplog.records if "corridor" in line.getMessage()]
-    assert "step 2 is outside" in told and "grad_norm is 7, trusted runs" in told and "the loss is scaled" in told
+    assert (
+        "step 2 is outside" in told
+        and "grad_norm is 7, trusted runs" in told
+        and "the loss is scaled" in told
+    )
 
 
 def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path):
@@ -193,11 +263,16 @@ def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path)
     path, draw = tmp_path / "evaluated.json", random.Random(3)
     path.write_text(written(make_corridor(runs)))
     more = {"train__corridor": path, "train__corridor_action": "fail"}
-    recorder = recorder_of(config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS)
+    recorder = recorder_of(
+        config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS
+    )
     recorder.write(2, record(draw, 2))
     recorder.evaluation(2, evaluated(draw))
-    recorder.evaluation(3, {**evaluated(draw), "eval/accuracy": 0.9})  # the trusted runs have none there
-    with pytest.raises(CorridorLeft, match="step 2 .*5 trusted runs(?s:.*)eval/accuracy is 0.9, trusted runs 0"):
+    # the trusted runs have none there
+    recorder.evaluation(3, {**evaluated(draw), "eval/accuracy": 0.9})
+    with pytest.raises(
+        CorridorLeft, match="step 2 .*5 trusted runs(?s:.*)eval/accuracy is 0.9, trusted runs 0"
+    ):
         recorder.evaluation(2, {**evaluated(draw), "eval/accuracy": 0.9})
     recorder.close()
 
@@ -205,7 +280,11 @@ def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path)
 def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corridor, tmp_path):
     def refused(path, **more):
         config = config_of(task, train__corridor=path, **more)
-        return "\n".join(v.message for v in preflight.findings(config).violations if "train.corridor" in v.options)
+        return "\n".join(
+            v.message
+            for v in preflight.findings(config).violations
+            if "train.corridor" in v.options
+        )
 
     assert refused(corridor) == ""
     told = refused(corridor, rollout__temperature=0.5, actor__adam__lr=1e-4)
@@ -217,18 +296,32 @@ def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corr
     (tmp_path / "none.json").write_text("[]")
     assert "must be a JSON object" in refused(tmp_path / "none.json")
     (tmp_path / "cut.json").write_text(corridor.read_text()[:-9])
-    assert "not JSON" in (told := refused(tmp_path / "cut.json")) and "make it anew: openrlhf-ext report" in told
+    assert (
+        "not JSON" in (told := refused(tmp_path / "cut.json"))
+        and "make it anew: openrlhf-ext report" in told
+    )
     runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(5)]
     (tmp_path / "evaluated.json").write_text(written(make_corridor(runs)))
-    assert "eval.dataset is None, and the trusted runs have bands of eval" in refused(tmp_path / "evaluated.json")
-    (tmp_path / "short.json").write_text(json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}}))
+    assert "eval.dataset is None, and the trusted runs have bands of eval" in refused(
+        tmp_path / "evaluated.json"
+    )
+    (tmp_path / "short.json").write_text(
+        json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}})
+    )
     assert "as many" in refused(tmp_path / "short.json")
     known = json.loads(corridor.read_text())
     for change, said in (
-        ({"bands": {}}, "bands of no step"), ({"runs": 4}, "of less than 5 runs"),
+        ({"bands": {}}, "bands of no step"),
+        ({"runs": 4}, "of less than 5 runs"),
         ({"bands": {"lr": {"low": [None] * STEPS, "high": [1] * STEPS}}}, "bands of no step"),
-        ({"bands": {"lr": {"low": [2] * STEPS, "high": [1] * STEPS}}}, "low is above high in the bands of lr"),
-        ({"bands": {"time/step": {"low": [1] * STEPS, "high": [2] * STEPS}}}, "time/step, which are not measured"),
+        (
+            {"bands": {"lr": {"low": [2] * STEPS, "high": [1] * STEPS}}},
+            "low is above high in the bands of lr",
+        ),
+        (
+            {"bands": {"time/step": {"low": [1] * STEPS, "high": [2] * STEPS}}},
+            "time/step, which are not measured",
+        ),
     ):
         (tmp_path / "changed.json").write_text(json.dumps(known | change))
         assert said in refused(tmp_path / "changed.json")
@@ -280,14 +373,23 @@ def test_an_evaluation_is_compared_with_evaluations_and_a_step_with_steps(task, 
     found = read_corridor(path)
     assert found.left(2, record(random.Random(1), 2)) == []
     assert found.left(2, {"eval/accuracy": 0.51, "time/eval": 9.0}) == []
-    assert [left.metric for left in found.left(2, {"eval/accuracy": 0.1, "time/eval": 9.0})] == ["eval/accuracy"]
-    config = config_of(task, train__corridor=path, logger__metrics_path=tmp_path / "watched/metrics.jsonl")
+    assert [left.metric for left in found.left(2, {"eval/accuracy": 0.1, "time/eval": 9.0})] == [
+        "eval/accuracy"
+    ]
+    config = config_of(
+        task, train__corridor=path, logger__metrics_path=tmp_path / "watched/metrics.jsonl"
+    )
     recorder = recorder_of(config, STEPS)
     with caplog.at_level(logging.WARNING):
         recorder.write(2, record(random.Random(3), 2))
         assert not caplog.records
-        numbers = {"eval/accuracy": 0.1, "eval/accuracy_stderr": 0.1, "eval/samples": 9.0, "eval/score_mean": 0.1,
-                   "eval/score_mean_stderr": 0.1}  # fmt: skip
+        numbers = {
+            "eval/accuracy": 0.1,
+            "eval/accuracy_stderr": 0.1,
+            "eval/samples": 9.0,
+            "eval/score_mean": 0.1,
+            "eval/score_mean_stderr": 0.1,
+        }
         recorder.evaluation(2, numbers)
     recorder.close()
     assert [line for line in caplog.messages if "eval/accuracy is 0.1, trusted runs" in line]
@@ -298,4 +400,6 @@ def test_frozen_corridors_are_of_the_recipes_as_they_are(name, tmp_path):
     command = curves.RECIPES[name].command(tmp_path, tmp_path, tmp_path / "out")
     kind = SupervisedConfig if "train_sft" in command[2] else RunConfig
     frozen = read_corridor(curves.CORRIDORS / f"{name}.json")
-    assert frozen.faults(load(kind, command[3:], [])) == [], "python benchmarks/curves.py makes new ones"
+    assert frozen.faults(load(kind, command[3:], [])) == [], (
+        "python benchmarks/curves.py makes new ones"
+    )

@@ -14,12 +14,19 @@ from openrlhf_ext.run.records import StepRecorder
 
 
 def config(folder: Path, **sections: dict) -> RunConfig:
-    paths = {"metrics_path": str(folder / "metrics.jsonl"), "figure_path": str(folder / "figure.png")}
+    paths = {
+        "metrics_path": str(folder / "metrics.jsonl"),
+        "figure_path": str(folder / "figure.png"),
+    }
     return RunConfig(logger=paths, **sections)
 
 
 def recorder_of(
-    config: RunConfig, steps: int, resume_step: int = 0, events: EventLog | None = None, title: str = ""
+    config: RunConfig,
+    steps: int,
+    resume_step: int = 0,
+    events: EventLog | None = None,
+    title: str = "",
 ) -> StepRecorder:
     """One that keeps no completions."""
     samples = SimpleNamespace(close=lambda: None)
@@ -45,17 +52,28 @@ def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     assert recorder.title == f"grpo, toy, {label}"
 
 
-def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(tmp_path, monkeypatch, caplog, capsys):
+def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(
+    tmp_path, monkeypatch, caplog, capsys
+):
     def full(self, path):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", full)
     recorder = recorder_of(config(tmp_path), 1)
-    recorder.step(1, {"time/step": 2.0, "tokens/generated": 10.0}, [{"generation_s": 1.0, "exposed_grading_s": 0.0}])
+    recorder.step(
+        1,
+        {"time/step": 2.0, "tokens/generated": 10.0},
+        [{"generation_s": 1.0, "exposed_grading_s": 0.0}],
+    )
     recorder.close()
     assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
-    assert "figure.png could not be drawn: [Errno 28] No space left" in caplog.messages[0].replace(str(tmp_path), "")
-    assert "Traceback" not in capsys.readouterr().err and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert "figure.png could not be drawn: [Errno 28] No space left" in caplog.messages[0].replace(
+        str(tmp_path), ""
+    )
+    assert (
+        "Traceback" not in capsys.readouterr().err
+        and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    )
     (tmp_path / "metrics.jsonl").unlink()  # with the run's folder
     recorder.draw(wait=True)
     assert "metrics.jsonl cannot be read: No such file" in caplog.messages[-1]
@@ -69,14 +87,25 @@ def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
         path = tmp_path / f"events{resume_step}.jsonl"
         with EventLog(path) as events:
             recorder = recorder_of(config(tmp_path), 4, resume_step, events)
-            for events.step, (filtered, late, trained_late) in enumerate(gone, start=resume_step + 1):
+            for events.step, (filtered, late, trained_late) in enumerate(
+                gone, start=resume_step + 1
+            ):
                 counts = {"groups/dropped_filtered": filtered, "groups/dropped_late": late}
-                logs = {"time/step": 2.0, "tokens/generated": 10.0, "groups/trained_late": trained_late, **counts}
+                logs = {
+                    "time/step": 2.0,
+                    "tokens/generated": 10.0,
+                    "groups/trained_late": trained_late,
+                    **counts,
+                }
                 recorder.step(events.step, logs, engines)
             recorder.close()
-        told[resume_step] = [{k: v for k, v in record.items() if k != "time"} for _, record in read_lines(path)]
+        told[resume_step] = [
+            {k: v for k, v in record.items() if k != "time"} for _, record in read_lines(path)
+        ]
     first, third, last = told[0]
     assert first == {"event": "groups_dropped", "step": 1, "filtered": 2, "late": 0}
     assert third == {"event": "groups_dropped", "step": 3, "filtered": 3, "late": 1}
     assert last == {"event": "groups_late", "step": 4, "count": 3}
-    assert [record["step"] for record in told[10]] == [13, 14], "counts of the part before are not known"
+    assert [record["step"] for record in told[10]] == [13, 14], (
+        "counts of the part before are not known"
+    )

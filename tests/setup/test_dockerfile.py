@@ -1,4 +1,5 @@
-"""The Dockerfile is linted, and what it names is there; nobody here can build it (docs/status.md)."""
+"""The Dockerfile is linted, and what it names is there; nobody here can build it
+(docs/status.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def values(instruction: str) -> list[str]:
 
 def test_hadolint_finds_nothing() -> None:
     linter = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [linter, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
@@ -29,7 +32,9 @@ def test_the_image_is_pinned_has_the_drivers_cuda_and_ends_as_a_user_without_rig
     cuda = re.fullmatch(r"nvidia/cuda:(\d+)\.\d+\.\d+-base-ubuntu24\.04", base)
     toolkit = re.search(r"^cuda-toolkit==(\d+)", (ROOT / "requirements/gpu.lock").read_text(), re.M)
     assert cuda and toolkit and cuda[1] == toolkit[1]
-    assert values("USER") == ["1001"] and LINES.index("USER 1001") > LINES.index("COPY --chown=trainer . .")
+    assert values("USER") == ["1001"] and LINES.index("USER 1001") > LINES.index(
+        "COPY --chown=trainer . ."
+    )
     assert "useradd --create-home --uid 1001 trainer" in values("RUN")[0]
 
 

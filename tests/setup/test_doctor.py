@@ -24,7 +24,13 @@ def test_complete_stack_has_no_problems(versions, capsys: pytest.CaptureFixture[
     versions["torch"] = "2.13.0+cpu"
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
-    for heading in ("Machine", "Packages (extra cpu)", "Fused kernels", "Patches", "Everything needed is there."):
+    for heading in (
+        "Machine",
+        "Packages (extra cpu)",
+        "Fused kernels",
+        "Patches",
+        "Everything needed is there.",
+    ):
         assert heading in text
 
 
@@ -49,7 +55,10 @@ def test_problems_are_named_and_set_the_exit_status(
 def test_a_refused_patch_is_a_problem(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda name: "9.9")
     problems = doctor.examine().problems
-    assert any("patch megatron_cpu was written for megatron-core 0.19.2, found 9.9" in problem for problem in problems)
+    assert any(
+        "patch megatron_cpu was written for megatron-core 0.19.2, found 9.9" in problem
+        for problem in problems
+    )
 
 
 def test_a_missing_list_of_packages_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +76,9 @@ def test_with_cuda_the_gpu_extra_is_compared(versions, monkeypatch: pytest.Monke
     assert not any("must be removed" in problem for problem in report.problems)
 
 
-def test_another_package_called_apex_is_not_taken_for_nvidias(versions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_called_apex_is_not_taken_for_nvidias(
+    versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "has_nvidia_apex", lambda: False)
     monkeypatch.setattr(doctor, "has_module", lambda name: name == "apex")
     apex = next(kernel for kernel in doctor.check_kernels(False) if kernel.name == "NVIDIA apex")
@@ -77,9 +88,12 @@ def test_another_package_called_apex_is_not_taken_for_nvidias(versions, monkeypa
 def test_as_a_command_it_prints_json_without_importing_the_stack() -> None:
     code = (
         "import sys; from openrlhf_ext.cli import doctor; status = doctor.main(['--json']); "
-        "print(status, sorted({'vllm', 'ray', 'transformers', 'openrlhf'} & set(sys.modules)), file=sys.stderr)"
+        "print(status, sorted({'vllm', 'ray', 'transformers', 'openrlhf'} & set(sys.modules)), "
+        "file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     report = json.loads(result.stdout)
     assert {"machine", "packages", "kernels", "patches", "problems"} <= report.keys()
     assert result.stderr.split(maxsplit=1)[1].strip() == "[]"

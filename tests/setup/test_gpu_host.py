@@ -13,8 +13,20 @@ from openrlhf_ext.cli import doctor
 from openrlhf_ext.cli.doctor import GpuHost, examine_gpu_host
 from openrlhf_ext.rollout.sync import cuda_ipc
 
-TE = {"transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0", "transformer-engine-cu13": "2.11.0"}
-GOOD = GpuHost("13.0", "580.65.06", (9, 20, 0), ("/site/nvidia/cudnn/lib/libcudnn.so.9",), "/bin/gcc", "/Python.h", TE)
+TE = {
+    "transformer-engine": "2.11.0",
+    "transformer-engine-torch": "2.11.0",
+    "transformer-engine-cu13": "2.11.0",
+}
+GOOD = GpuHost(
+    "13.0",
+    "580.65.06",
+    (9, 20, 0),
+    ("/site/nvidia/cudnn/lib/libcudnn.so.9",),
+    "/bin/gcc",
+    "/Python.h",
+    TE,
+)
 
 
 def test_a_good_host_has_no_problems() -> None:
@@ -28,29 +40,55 @@ def test_a_good_host_has_no_problems() -> None:
         ({"driver": "570.124"}, "the driver is 570.124, torch's CUDA 13.0 needs 580 or newer"),
         ({"driver": None}, "nvidia-smi does not tell the driver's version"),
         ({"cudnn": (9, 17, 1)}, "cuDNN 9.17.1 is loaded, 9.18 or newer is needed"),
-        ({"cudnn_libraries": ("/a", "/b")}, "there are 2 cuDNNs (/a, /b) and a process may load another than"),
+        (
+            {"cudnn_libraries": ("/a", "/b")},
+            "there are 2 cuDNNs (/a, /b) and a process may load another than",
+        ),
         ({"compiler": None}, "gcc is missing, Triton compiles a launcher with it"),
         ({"python_header": None}, "Python.h is missing"),
-        ({"cuda": "12.8", "driver": "580.1"}, "must be transformer-engine-cu12 alone, as torch's CUDA is 12.8"),
-        ({"transformer_engine": {**TE, "transformer-engine-cu12": "2.11.0"}}, "-cu13, transformer-engine-cu12; uninst"),
-        ({"transformer_engine": {**TE, "transformer-engine-torch": "2.14.1"}}, "must be of one version, it refuses"),
+        (
+            {"cuda": "12.8", "driver": "580.1"},
+            "must be transformer-engine-cu12 alone, as torch's CUDA is 12.8",
+        ),
+        (
+            {"transformer_engine": {**TE, "transformer-engine-cu12": "2.11.0"}},
+            "-cu13, transformer-engine-cu12; uninst",
+        ),
+        (
+            {"transformer_engine": {**TE, "transformer-engine-torch": "2.14.1"}},
+            "must be of one version, it refuses",
+        ),
         ({"ptrace_scope": 2}, "ptrace_scope is 2: CUDA IPC, by which a policy hands its weights"),
-        ({"engine_error": "undefined symbol: c10"}, "TransformerEngine cannot be imported (undefined symbol: c10)"),
-        ({"transformer_engine": {k: TE[k] for k in TE if k != "transformer-engine-torch"}}, "torch is missing: Transf"),
+        (
+            {"engine_error": "undefined symbol: c10"},
+            "TransformerEngine cannot be imported (undefined symbol: c10)",
+        ),
+        (
+            {"transformer_engine": {k: TE[k] for k in TE if k != "transformer-engine-torch"}},
+            "torch is missing: Transf",
+        ),
     ],
 )
 def test_what_would_crash_or_lie_is_named(change: dict, says: str) -> None:
     (problem,) = replace(GOOD, **change).problems()
-    assert says in problem.replace("transformer-engine-cu13, transformer-engine-cu12", "-cu13, transformer-engine-cu12")
+    assert says in problem.replace(
+        "transformer-engine-cu13, transformer-engine-cu12", "-cu13, transformer-engine-cu12"
+    )
 
 
 @pytest.mark.parametrize(
     ("ray", "nixl", "says"),
-    [("2.55.0", None, "it needs ray 2.56, got 2.55.0; it needs nixl, which is absent"), ("2.56.1", "1.0", "are there")],
+    [
+        ("2.55.0", None, "it needs ray 2.56, got 2.55.0; it needs nixl, which is absent"),
+        ("2.56.1", "1.0", "are there"),
+    ],
 )
 def test_what_vllms_sharded_transfer_lacks_is_said(ray: str, nixl: str | None, says: str) -> None:
     found = doctor._sharded_rdt(ray, nixl)
-    assert says in found and ("sharded_rdt of vLLM", f"not used; {found}") in replace(GOOD, sharded_rdt=found).rows
+    assert (
+        says in found
+        and ("sharded_rdt of vLLM", f"not used; {found}") in replace(GOOD, sharded_rdt=found).rows
+    )
 
 
 @pytest.fixture
@@ -61,7 +99,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "find_spec", lambda name: nvidia)
     for name in ("CUDNN_HOME", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "_output", lambda command, *_: "580.65.06\n580.65.06\n" * (command == "nvidia-smi"))
+    monkeypatch.setattr(
+        doctor, "_output", lambda command, *_: "580.65.06\n580.65.06\n" * (command == "nvidia-smi")
+    )
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
     return tmp_path
 
@@ -95,14 +135,20 @@ def test_a_second_cudnn_is_found_wherever_a_run_looks_first(
     name, value = variable.split("=")
     monkeypatch.setenv(name, ":".join(str(machine / folder) for folder in value.split(":")))
     wheel = str(machine / "nvidia/cudnn/lib/libcudnn.so.9")
-    assert set(examine_gpu_host().cudnn_libraries) == {wheel, str(machine / place / "libcudnn.so.9.13.0")}
+    assert set(examine_gpu_host().cudnn_libraries) == {
+        wheel,
+        str(machine / place / "libcudnn.so.9.13.0"),
+    }
 
 
 @pytest.mark.parametrize(
     ("module", "says"),
     [
         ("", None),
-        ("raise ImportError('te.so: undefined symbol: c10')", "ImportError: te.so: undefined symbol: c10"),
+        (
+            "raise ImportError('te.so: undefined symbol: c10')",
+            "ImportError: te.so: undefined symbol: c10",
+        ),
         ("import os; os._exit(7)", "exit status 7"),
         ("import sys; assert 'torch' in sys.modules, 'torch comes first'", None),
         ("import time; time.sleep(600)", "no end after 2 s"),
@@ -127,7 +173,9 @@ def test_ptrace_scope_is_read(machine: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(replace(GOOD, ptrace_scope=1).problems()) == []
 
 
-def test_the_doctor_shows_the_host_and_counts_its_problems(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_doctor_shows_the_host_and_counts_its_problems(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setattr(doctor, "has_cuda", lambda: True)
     monkeypatch.setattr(doctor, "examine_gpu_host", lambda: replace(GOOD, compiler=None))
     assert doctor.main([]) == 1

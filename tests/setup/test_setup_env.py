@@ -1,4 +1,5 @@
-"""The logic of examples/scripts/setup_env.sh on an empty checkout, with a stub in place of Python and pip."""
+"""The logic of examples/scripts/setup_env.sh on an empty checkout, with a stub in place of Python
+and pip."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ NEEDED_FILES = (
 )
 PHASES = ["venv", "tools", "packages", "dev", "triton", "torch", "deepspeed", "project", "check"]
 
-# Answers as the script expects of an interpreter: its version, its include folder; `-m venv DIR` puts a copy of itself
-# there; every call of pip and of the doctor is written down, that of a compilation with its variables. Calls that match
+# Answers as the script expects of an interpreter: its version, its include folder; `-m venv DIR`
+# puts a copy of itself there; every call of pip and of the doctor is written down, that of a
+# compilation with its variables. Calls that match
 # $STUB_FAIL fail, those that match $STUB_SLOW wait for the file $STUB_GATE.
 STUB = r"""#!/usr/bin/env bash
 if [[ $1 == -c && $2 == *include* ]]; then echo "$STUB_INCLUDE"; exit; fi
@@ -73,7 +75,8 @@ def bin_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("python3.11", "python3.12", "python3"):
         write_executable(folder / name, STUB)
-    write_executable(folder / "chromium", "#!/bin/sh\n")  # or the set-up would install it on this machine
+    # or the set-up would install it on this machine
+    write_executable(folder / "chromium", "#!/bin/sh\n")
     return folder
 
 
@@ -139,13 +142,18 @@ def phases_of(output: str) -> list[str]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages of the system")
 @pytest.mark.parametrize(
     ("status", "said"),
-    [(0, r"set-up: browser +\d+ s"), (100, r"set-up: browser +no Chromium \(.*/setup\.log says why\)")],
+    [
+        (0, r"set-up: browser +\d+ s"),
+        (100, r"set-up: browser +no Chromium \(.*/setup\.log says why\)"),
+    ],
 )
 def test_the_browser_of_the_tests_is_installed_where_that_is_possible(
     setup: Setup, bin_folder: Path, tmp_path: Path, status: int, said: str
 ) -> None:
     (bin_folder / "chromium").unlink()
-    write_executable(bin_folder / "apt-get", f'#!/bin/bash\necho "$*" >>{tmp_path}/apt\nexit {status}\n')
+    write_executable(
+        bin_folder / "apt-get", f'#!/bin/bash\necho "$*" >>{tmp_path}/apt\nexit {status}\n'
+    )
     others = tmp_path / "system"
     others.mkdir()
     for program in Path("/usr/bin").iterdir():
@@ -169,7 +177,8 @@ def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkou
         "-m pip install -r requirements/build.lock",
         "-m pip install --no-deps --ignore-requires-python -r requirements/cpu.lock",
         "-m pip install --no-deps -r requirements/dev.lock",
-        f"-m pip install --no-deps --upgrade --target {checkout}/.venv/triton -r requirements/triton.lock",
+        f"-m pip install --no-deps --upgrade --target {checkout}/.venv/triton -r "
+        "requirements/triton.lock",
         "-m pip install torch==2.13.0",
         "-m pip uninstall -y torchvision torchaudio torchcodec triton",
         "-m pip install --use-pep517 --no-deps deepspeed==0.19.6",
@@ -179,7 +188,9 @@ def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkou
 
 
 def test_users_without_tests_get_no_test_tools(setup: Setup, calls) -> None:
-    assert phases_of(setup().stdout) == [phase for phase in PHASES if phase not in ("dev", "triton")]
+    assert phases_of(setup().stdout) == [
+        phase for phase in PHASES if phase not in ("dev", "triton")
+    ]
     assert not any("dev.lock" in call or "triton.lock" in call for call in calls())
 
 
@@ -197,13 +208,17 @@ def test_a_changed_lock_file_repeats_its_phase_and_the_check(setup: Setup, check
     assert phases_of(setup("dev").stdout) == ["packages", "check"]
 
 
-def test_a_moved_checkout_installs_the_project_again(setup: Setup, checkout: Path, tmp_path: Path) -> None:
+def test_a_moved_checkout_installs_the_project_again(
+    setup: Setup, checkout: Path, tmp_path: Path
+) -> None:
     setup()
     moved = checkout.rename(tmp_path / "moved")
     assert phases_of(setup(root=moved).stdout) == ["project", "check"]
 
 
-def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, checkout: Path) -> None:
+def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(
+    setup: Setup, checkout: Path
+) -> None:
     failed = setup("dev", STUB_FAIL="*torch==2.13.0")
     assert failed.returncode == 1
     assert phases_of(failed.stdout) == PHASES[:5]
@@ -216,11 +231,17 @@ def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, ch
     assert phases_of(setup("dev").stdout) == PHASES[5:]
 
 
-def test_an_interrupted_set_up_goes_on_where_it_stopped(start, setup: Setup, tmp_path: Path) -> None:
+def test_an_interrupted_set_up_goes_on_where_it_stopped(
+    start, setup: Setup, tmp_path: Path
+) -> None:
     process = start("dev", STUB_SLOW="*cpu.lock")
     until((tmp_path / "gate.reached").exists, "the gate is reached")
-    # more than once: bash takes no notice of one that comes at the moment in which a command of its ends by itself
-    until(lambda: process.poll() is not None or os.killpg(process.pid, signal.SIGINT), "the set-up has ended")
+    # more than once: bash takes no notice of one that comes at the moment in which a command of its
+    # ends by itself
+    until(
+        lambda: process.poll() is not None or os.killpg(process.pid, signal.SIGINT),
+        "the set-up has ended",
+    )
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert phases_of(setup("dev").stdout) == PHASES[2:]
@@ -253,7 +274,9 @@ def test_each_failure_has_a_remedy(setup: Setup, call: str, remedy: str) -> None
     assert remedy in failed.stderr
 
 
-def test_no_suitable_python_is_said_before_anything_happens(setup: Setup, calls, checkout: Path) -> None:
+def test_no_suitable_python_is_said_before_anything_happens(
+    setup: Setup, calls, checkout: Path
+) -> None:
     failed = setup(STUB_VERSION="3.9.18")
     assert failed.returncode == 1
     assert "no suitable Python. Needed: 3.11 (the tested one) or 3.12" in failed.stderr
@@ -261,14 +284,18 @@ def test_no_suitable_python_is_said_before_anything_happens(setup: Setup, calls,
     assert calls() == [] and not (checkout / ".venv").exists()
 
 
-def test_python_311_is_preferred_and_others_are_tried(setup: Setup, calls, bin_folder: Path, checkout: Path) -> None:
+def test_python_311_is_preferred_and_others_are_tried(
+    setup: Setup, calls, bin_folder: Path, checkout: Path
+) -> None:
     write_executable(bin_folder / "python3.11", "#!/bin/sh\nexit 127\n")
     write_executable(bin_folder / "python3.12", STUB.replace("3.11.9", "3.12.1"))
     assert setup().returncode == 0
     assert (checkout / ".venv/.setup/venv").read_text().strip() == "3.12.1"
 
 
-def test_python_variable_names_the_interpreter(setup: Setup, tmp_path: Path, checkout: Path) -> None:
+def test_python_variable_names_the_interpreter(
+    setup: Setup, tmp_path: Path, checkout: Path
+) -> None:
     mine = tmp_path / "my python"
     write_executable(mine, STUB.replace("3.11.9", "3.12.7"))
     assert setup(PYTHON=str(mine)).returncode == 0
@@ -278,16 +305,26 @@ def test_python_variable_names_the_interpreter(setup: Setup, tmp_path: Path, che
     assert absent.returncode == 1 and "Looked for: /nowhere/python" in absent.stderr
 
 
-def test_an_environment_of_another_checkout_is_not_taken_over(setup: Setup, calls, checkout, tmp_path) -> None:
+def test_an_environment_of_another_checkout_is_not_taken_over(
+    setup: Setup, calls, checkout, tmp_path
+) -> None:
     other = tmp_path / "other checkout"
     (other / "openrlhf_ext").mkdir(parents=True)
-    about = checkout / ".venv/lib/python3.11/site-packages/openrlhf_ext-0.1.0.dist-info/direct_url.json"
+    about = (
+        checkout / ".venv/lib/python3.11/site-packages/openrlhf_ext-0.1.0.dist-info/direct_url.json"
+    )
     about.parent.mkdir(parents=True)
     about.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
     refused = setup()
     assert refused.returncode != 0 and not calls(), "nothing is installed"
-    assert f"is the environment of the checkout {other}, and whoever uses it runs the code there" in refused.stderr
-    assert "OPENRLHF_EXT_VENV=/other/folder" in refused.stderr and "-m pip uninstall openrlhf_ext" in refused.stderr
+    assert (
+        f"is the environment of the checkout {other}, and whoever uses it runs the code there"
+        in refused.stderr
+    )
+    assert (
+        "OPENRLHF_EXT_VENV=/other/folder" in refused.stderr
+        and "-m pip uninstall openrlhf_ext" in refused.stderr
+    )
     about.write_text(json.dumps({"dir_info": {"editable": True}, "url": checkout.as_uri()}))
     assert setup().returncode == 0, "its own"
     about.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
@@ -332,10 +369,17 @@ def test_an_existing_environment_is_taken_over(setup: Setup, calls, checkout: Pa
     assert not any("-m venv" in call for call in calls())
 
 
-def test_sourcing_scripts_get_the_interpreter(checkout: Path, setup: Setup, bin_folder: Path, tmp_path: Path) -> None:
+def test_sourcing_scripts_get_the_interpreter(
+    checkout: Path, setup: Setup, bin_folder: Path, tmp_path: Path
+) -> None:
     setup()
-    script = f'source "{checkout}/examples/scripts/setup_env.sh"; setup_env; echo "$VENV_PYTHON"; command -v python'
-    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    script = (
+        f'source "{checkout}/examples/scripts/setup_env.sh"; setup_env; echo "$VENV_PYTHON"; '
+        "command -v python"
+    )
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert result.stdout.splitlines() == [f"{checkout}/.venv/bin/python"] * 2
 
 
@@ -344,9 +388,19 @@ def test_a_wrong_argument_is_refused(setup: Setup) -> None:
     assert failed.returncode == 1 and "'devel'" in failed.stderr
 
 
-# --- gpu --------------------------------------------------------------------------------------------------------------
+# --- gpu
+# --------------------------------------------------------------------------------------------------
 
-GPU_PHASES = ["venv", "tools", "torch", "packages", "transformer_engine", "deepspeed", "project", "check"]
+GPU_PHASES = [
+    "venv",
+    "tools",
+    "torch",
+    "packages",
+    "transformer_engine",
+    "deepspeed",
+    "project",
+    "check",
+]
 
 
 @pytest.fixture
@@ -357,7 +411,9 @@ def gpu_host(bin_folder: Path, tmp_path: Path) -> Path:
     write_executable(bin_folder / "nproc", "#!/bin/sh\necho 64\n")
     for name in ("gcc", "g++"):
         write_executable(bin_folder / name, "#!/bin/sh\nexit 0\n")
-    write_executable(bin_folder / "df", f"#!/bin/sh\necho header\necho /dev/x 99 9 {20 * 2**20} 75% /\n")
+    write_executable(
+        bin_folder / "df", f"#!/bin/sh\necho header\necho /dev/x 99 9 {20 * 2**20} 75% /\n"
+    )
     (tmp_path / "Python.h").touch()
     return bin_folder
 
@@ -393,7 +449,9 @@ def test_the_gpu_stack_is_installed_in_the_order_that_its_builds_need(
     assert len(installed) == len(whole) - len(left_out)
 
 
-def test_a_finished_gpu_stack_is_left_alone_even_where_there_is_no_gpu(setup: Setup, calls, gpu_host: Path) -> None:
+def test_a_finished_gpu_stack_is_left_alone_even_where_there_is_no_gpu(
+    setup: Setup, calls, gpu_host: Path
+) -> None:
     setup("gpu")
     calls()
     (gpu_host / "nvidia-smi").unlink()
@@ -405,15 +463,23 @@ def test_an_image_is_built_where_there_is_no_gpu(setup: Setup, calls, gpu_host: 
     (gpu_host / "nvidia-smi").unlink()
     result = setup("gpu", OPENRLHF_EXT_WITHOUT_GPU="1")
     assert result.returncode == 0, result.stderr
-    assert phases_of(result.stdout)[-1] == "project" and not [call for call in calls() if "doctor" in call]
+    assert phases_of(result.stdout)[-1] == "project" and not [
+        call for call in calls() if "doctor" in call
+    ]
 
 
-def test_settings_of_the_user_reach_the_compilers(setup: Setup, calls, checkout: Path, gpu_host: Path) -> None:
+def test_settings_of_the_user_reach_the_compilers(
+    setup: Setup, calls, checkout: Path, gpu_host: Path
+) -> None:
     setup("gpu", CPATH="/my/include", MAX_JOBS="3", CUDA_HOME="/old/cuda")
     made = calls()
     assert "MAX_JOBS=3" in made
-    assert any(call.startswith("CPATH=") and call.endswith("/nccl/include:/my/include") for call in made)
-    assert f"CUDA_HOME={checkout}/.venv/lib/python3.11/site-packages/nvidia/cu13" in made, "headers of torch's CUDA"
+    assert any(
+        call.startswith("CPATH=") and call.endswith("/nccl/include:/my/include") for call in made
+    )
+    assert f"CUDA_HOME={checkout}/.venv/lib/python3.11/site-packages/nvidia/cu13" in made, (
+        "headers of torch's CUDA"
+    )
 
 
 @pytest.mark.parametrize(
@@ -421,10 +487,16 @@ def test_settings_of_the_user_reach_the_compilers(setup: Setup, calls, checkout:
     [
         ({"nvidia-smi": "exit 9"}, "nvidia-smi tells no driver: run this on a machine with a GPU"),
         ({"nvidia-smi": "echo 'No devices were found'"}, "nvidia-smi tells no driver"),
-        ({"nvidia-smi": "echo 570.124.06"}, "NVIDIA's driver is 570.124.06, CUDA 13 needs 580 or newer"),
+        (
+            {"nvidia-smi": "echo 570.124.06"},
+            "NVIDIA's driver is 570.124.06, CUDA 13 needs 580 or newer",
+        ),
         ({"getconf": "echo glibc 2.28"}, "glibc is 2.28, the packages need 2.31 or newer"),
         ({"g++": "exit 1"}, "g++ is missing or too old for C++20"),
-        ({"df": f"echo header; echo /dev/x 99 9 {20 * 2**20 - 1} 75% /"}, "20 GB needed, 19 GB free"),
+        (
+            {"df": f"echo header; echo /dev/x 99 9 {20 * 2**20 - 1} 75% /"},
+            "20 GB needed, 19 GB free",
+        ),
     ],
 )
 def test_a_host_that_is_not_ready_is_refused_before_a_download(
@@ -440,10 +512,14 @@ def test_a_host_that_is_not_ready_is_refused_before_a_download(
     assert not (checkout / ".venv/.setup/stack").exists(), "the CPU stack can still come here"
 
 
-def test_everything_that_a_host_lacks_is_in_one_report(setup: Setup, calls, gpu_host: Path, tmp_path: Path) -> None:
+def test_everything_that_a_host_lacks_is_in_one_report(
+    setup: Setup, calls, gpu_host: Path, tmp_path: Path
+) -> None:
     tools = tmp_path / "tools"  # a PATH without compilers, whatever this machine has
     tools.mkdir()
-    for name in "bash awk dirname realpath mkdir flock timeout head sort cat sed cut sha256sum".split():
+    for (
+        name
+    ) in "bash awk dirname realpath mkdir flock timeout head sort cat sed cut sha256sum".split():
         (tools / name).symlink_to(shutil.which(name))
     for name in ("gcc", "g++"):
         (gpu_host / name).unlink()
@@ -473,7 +549,9 @@ def test_one_stack_is_not_installed_over_the_other(
     assert f"holds the {held} stack" in failed.stderr and "OPENRLHF_EXT_VENV=" in failed.stderr
 
 
-def test_a_failed_compilation_has_a_remedy_and_is_repeated_alone(setup: Setup, gpu_host: Path) -> None:
+def test_a_failed_compilation_has_a_remedy_and_is_repeated_alone(
+    setup: Setup, gpu_host: Path
+) -> None:
     failed = setup("gpu", STUB_FAIL="*transformer-engine-torch*")
     assert failed.returncode == 1
     assert "failed in phase 'transformer_engine'" in failed.stderr and "MAX_JOBS" in failed.stderr
@@ -486,14 +564,20 @@ def test_another_torch_compiles_the_extension_again(setup: Setup, gpu_host: Path
     assert phases_of(again.stdout) == ["torch", "transformer_engine", "check"]
 
 
-def test_the_script_and_the_doctor_ask_for_the_same_driver_and_the_lock_for_no_newer_glibc() -> None:
+def test_the_script_and_the_doctor_ask_for_the_same_driver_and_the_lock_for_no_newer_glibc() -> (
+    None
+):
     script = (ROOT / "examples/scripts/setup_env.sh").read_text()
     assert f"OLDEST_DRIVER={OLDEST_DRIVER[13]}\n" in script
-    (newest,) = re.findall(r"^NEWEST_GLIBC=(\d+)", (ROOT / "requirements/lock_gpu.sh").read_text(), re.MULTILINE)
+    (newest,) = re.findall(
+        r"^NEWEST_GLIBC=(\d+)", (ROOT / "requirements/lock_gpu.sh").read_text(), re.MULTILINE
+    )
     assert f"OLDEST_GLIBC=2.{newest}\n" in script
 
 
-def test_a_long_phase_says_what_it_fetches_and_how_far_it_is(start, checkout: Path, tmp_path: Path) -> None:
+def test_a_long_phase_says_what_it_fetches_and_how_far_it_is(
+    start, checkout: Path, tmp_path: Path
+) -> None:
     script = checkout / "examples/scripts/setup_env.sh"
     script.write_text(script.read_text().replace("\nLINE_EVERY_S=30 ", "\nLINE_EVERY_S=1 "))
     process = start(STUB_SLOW="*cpu.lock*")
@@ -502,5 +586,9 @@ def test_a_long_phase_says_what_it_fetches_and_how_far_it_is(start, checkout: Pa
     (tmp_path / "gate").touch()
     rest, errors = process.communicate(timeout=PATIENCE_S)
     total = (checkout / "requirements/cpu.lock").read_text().count("==")
-    assert re.fullmatch(rf"set-up: packages goes on: [12] s  2 of {total} packages fetched, pandas\n", said), said
-    assert process.returncode == 0 and phases_of(rest)[0] == "packages" and "\r" not in rest, rest + errors
+    assert re.fullmatch(
+        rf"set-up: packages goes on: [12] s  2 of {total} packages fetched, pandas\n", said
+    ), said
+    assert process.returncode == 0 and phases_of(rest)[0] == "packages" and "\r" not in rest, (
+        rest + errors
+    )

@@ -10,7 +10,8 @@ from openrlhf_ext.cli import train_sft
 
 
 def train(commands: list[list[str]]) -> tuple[list[int], list[str]]:
-    """One run after the other, for each its exit code, and what is said: to start processes takes longer than a run."""
+    """One run after the other, for each its exit code, and what is said: to start processes takes
+    longer than a run."""
     codes: list[int] = []
     said: list[str] = []
     handler = logging.Handler()

@@ -1,4 +1,5 @@
-"""Numbers about examples are what they should be, and another mask, order, or held-out set changes them."""
+"""Numbers about examples are what they should be, and another mask, order, or held-out set changes
+them."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ END, LINE = 2, 9
 
 
 def examples_of(*rows: tuple[list[int], list[tuple[int, int]]]) -> SequenceBatch:
-    return sequence_batch([np.array(ids, np.int32) for ids, _ in rows], [ranges for _, ranges in rows])
+    return sequence_batch(
+        [np.array(ids, np.int32) for ids, _ in rows], [ranges for _, ranges in rows]
+    )
 
 
 CHATS = examples_of(
-    ([1, 5, 6, END, LINE, 7, 8, END], [(2, 5), (6, 8)]),  # a line end behind an answer that is not the last
+    # a line end behind an answer that is not the last
+    ([1, 5, 6, END, LINE, 7, 8, END], [(2, 5), (6, 8)]),
     ([1, 5, 6, END], [(2, 4)]),
     ([1, 4, 4, 4], [(3, 3)]),  # nothing is left of its answer
 )
@@ -26,9 +30,13 @@ def test_answers_end_where_an_end_token_is_trained():
     gauges = ExampleGauges(CHATS, 3, {END})
     assert gauges.step(0, [0, 1])["answers/ended"] == 1.0
     assert "answers/ended" not in gauges.step(1, [2]), "there is no answer"
-    masked = examples_of(([1, 5, 6, END, LINE, 7, 8, END], [(2, 3), (6, 8)]), ([1, 5, 6, END], [(2, 3)]))
+    masked = examples_of(
+        ([1, 5, 6, END, LINE, 7, 8, END], [(2, 3), (6, 8)]), ([1, 5, 6, END], [(2, 3)])
+    )
     assert ExampleGauges(masked, 3, {END}).step(0, [0, 1])["answers/ended"] == pytest.approx(1 / 3)
-    assert ExampleGauges(CHATS, 3, {END + 1}).step(0, [0, 1])["answers/ended"] == 0.0, "another end token"
+    assert ExampleGauges(CHATS, 3, {END + 1}).step(0, [0, 1])["answers/ended"] == 0.0, (
+        "another end token"
+    )
 
 
 def test_sizes_are_of_all_examples_whatever_the_step_has():
@@ -41,15 +49,20 @@ def test_sizes_are_of_all_examples_whatever_the_step_has():
 
 def test_examples_are_repeated_within_a_pass_only():
     gauges = ExampleGauges(CHATS, 2, {END})
-    counts = [gauges.step(step, rows)["examples/repeated"] for step, rows in
-              enumerate(([0, 1], [2], [1, 2], [1, 0], [0, 0]))]  # fmt: skip
+    counts = [
+        gauges.step(step, rows)["examples/repeated"]
+        for step, rows in enumerate(([0, 1], [2], [1, 2], [1, 0], [0, 0]))
+    ]
     assert counts == [0.0, 0.0, 0.0, 1.0, 1.0], "of steps of three passes; the last has one twice"
 
 
 def test_a_run_that_goes_on_knows_what_was_trained():
     before = ExampleGauges(CHATS, 2, {END})
     before.step(0, [0, 1])
-    after, other = ExampleGauges(CHATS, 2, {END}, before.trained), ExampleGauges(CHATS, 2, {END}, None)
+    after, other = (
+        ExampleGauges(CHATS, 2, {END}, before.trained),
+        ExampleGauges(CHATS, 2, {END}, None),
+    )
     assert after.step(1, [0, 2])["examples/repeated"] == 1.0, "the examples began anew"
     assert other.step(1, [0, 2])["examples/repeated"] == 0.0, "an earlier release does not tell"
     assert not before.trained[2], "a copy"

@@ -1,6 +1,7 @@
 """``gtpo_entropy`` whose pools count completions, as those of ``dapo`` do, and not their tokens.
 
-Without entropy (``alpha2`` 0) it is ``dapo``: what the published pools of tokens change is all that differs.
+Without entropy (``alpha2`` 0) it is ``dapo``: what the published pools of tokens change is all that
+differs.
 
 Shape suffix: R = completions of a cohort.
 """
@@ -14,7 +15,11 @@ from torch import Tensor
 from openrlhf_ext.algorithms import Inputs, register_algorithm
 from openrlhf_ext.algorithms.entropy_shaping import Classes, TokenShares
 from openrlhf_ext.algorithms.groups import Moments
-from openrlhf_ext.algorithms.methods.gtpo_entropy import GtpoEntropy, GtpoEntropyOptions, TokenReward
+from openrlhf_ext.algorithms.methods.gtpo_entropy import (
+    GtpoEntropy,
+    GtpoEntropyOptions,
+    TokenReward,
+)
 
 
 class CompletionReward(TokenReward):

@@ -1,4 +1,5 @@
-"""``gtpo_entropy`` with a placebo: its entropies stand at the places of other tokens of the rollout.
+"""``gtpo_entropy`` with a placebo: its entropies stand at the places of other tokens of the
+rollout.
 
 What it does better than ``dapo`` all the same is not due to where the entropy is.
 
@@ -17,7 +18,8 @@ from openrlhf_ext.algorithms.methods.gtpo_entropy import GtpoEntropy, GtpoEntrop
 
 @register_algorithm("exchanged_entropies", GtpoEntropyOptions)
 class ExchangedEntropies(GtpoEntropy):
-    """The same entropies in a random order, which the rollout's tokens decide: a resumed run draws the same one."""
+    """The same entropies in a random order, which the rollout's tokens decide: a resumed run draws
+    the same one."""
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
         places_N = torch.arange(1, len(batch.tokens) + 1, device=batch.tokens.device)

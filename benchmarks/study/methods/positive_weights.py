@@ -1,4 +1,5 @@
-"""``gtpo_conflict`` with half of its masks: shared tokens of right completions count double, others as ever."""
+"""``gtpo_conflict`` with half of its masks: shared tokens of right completions count double, others
+as ever."""
 
 from __future__ import annotations
 

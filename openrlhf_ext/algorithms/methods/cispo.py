@@ -28,8 +28,9 @@ class CispoOptions(GroupOptions, ClipIntervalOptions, KLOptions, AggregationOpti
 
 @register_algorithm("cispo", CispoOptions)
 class Cispo(GroupRelative, TokenAlgorithm):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped as a constant weight, so that every token keeps its
-    gradient. The paper has no lower bound (`clip_low` 1) and gives no number for the upper one.
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped as a constant weight, so that
+    every token keeps its gradient. The paper has no lower bound (`clip_low` 1) and gives no number
+    for the upper one.
 
         A_i = (r_i - mean r)/(std r + adv_eps)                          eq. 2
         v_it = constant clip(w_it, 1 - clip_low, 1 + clip_high)         eq. 5
@@ -44,5 +45,11 @@ class Cispo(GroupRelative, TokenAlgorithm):
         weight_N = ratio_N if low is None else ratio_N.clamp(1 - low, 1 + high)
         clipped_N = (weight_N != ratio_N) & (shaped.advantages != 0) & shaped.loss_mask
         factor_N = self.factor(shaped)
-        scale_N = weight_N * shaped.advantages if factor_N is None else weight_N * shaped.advantages * factor_N
-        return torch.where(shaped.loss_mask, scale_N * (log_ratio_N + shaped["old_logprobs"]), 0.0), clipped_N
+        scale_N = (
+            weight_N * shaped.advantages
+            if factor_N is None
+            else weight_N * shaped.advantages * factor_N
+        )
+        return torch.where(
+            shaped.loss_mask, scale_N * (log_ratio_N + shaped["old_logprobs"]), 0.0
+        ), clipped_N

@@ -1,4 +1,5 @@
-"""`clip_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv
+"""`clip_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning
+Language Models", arXiv
 2505.22617.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = candidates.
@@ -26,7 +27,9 @@ def _distinct(indices: tuple[int, ...]) -> tuple[int, ...]:
     return indices
 
 
-Indices = Annotated[tuple[Int, ...], AfterValidator(_distinct), Words("list of distinct integers >= 0")]
+Indices = Annotated[
+    tuple[Int, ...], AfterValidator(_distinct), Words("list of distinct integers >= 0")
+]
 
 
 class ClipCovOptions(CovarianceOptions):
@@ -41,9 +44,14 @@ class ClipCovOptions(CovarianceOptions):
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         if self.kl_coef != 0:
-            yield Violation(("kl_coef",), f"kl_coef = {self.kl_coef} is not defined for clip_cov; leave it 0")
+            yield Violation(
+                ("kl_coef",), f"kl_coef = {self.kl_coef} is not defined for clip_cov; leave it 0"
+            )
         if not self.cov_lb < self.cov_ub:
-            message = f"the band of candidates is empty: cov_lb = {self.cov_lb} must be below cov_ub = {self.cov_ub}"
+            message = (
+                f"the band of candidates is empty: cov_lb = {self.cov_lb} must be below cov_ub = "
+                f"{self.cov_ub}"
+            )
             yield Violation(("cov_lb", "cov_ub"), message)
 
 
@@ -53,7 +61,8 @@ class ClipCov(CovarianceControl):
 
         J = 1/N sum over all but the chosen tokens of f(w_it, A_i)
 
-    Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are chosen at random.
+    Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are
+    chosen at random.
     """
 
     kl_places = ("reward",)
@@ -69,14 +78,22 @@ class ClipCov(CovarianceControl):
         chosen_n = torch.isin(candidates.number_n, order.to(cov_N.device))
         selection_N = torch.zeros_like(shaped.loss_mask)
         selection_N[candidates.index_n[chosen_n]] = True
-        return selection_N, {"candidates": candidates.token_n3, "chosen": candidates.token_n3[chosen_n]}
+        return selection_N, {
+            "candidates": candidates.token_n3,
+            "chosen": candidates.token_n3[chosen_n],
+        }
 
     def _selection_order(self, candidates: int, seed: int | None) -> Tensor:
         """Indices into the candidate list: `perm`, a seeded permutation, or natural order."""
         if self.options.perm is not None:
             order = torch.tensor(self.options.perm, dtype=torch.long)
-            if len(order.unique()) != len(order) or not bool(((order >= 0) & (order < candidates)).all()):
-                raise ValueError(f"perm must hold distinct indices into {candidates} candidates, got {order.tolist()}")
+            if len(order.unique()) != len(order) or not bool(
+                ((order >= 0) & (order < candidates)).all()
+            ):
+                raise ValueError(
+                    f"perm must hold distinct indices into {candidates} candidates, got "
+                    f"{order.tolist()}"
+                )
             return order
         if seed is not None:
             # Drawn on the CPU, so that all ranks and devices draw alike.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import GroupRelative
-from openrlhf_ext.algorithms.option_blocks import Degenerate, TokenGroupOptions, clip_high, degenerate
+from openrlhf_ext.algorithms.option_blocks import (
+    Degenerate,
+    TokenGroupOptions,
+    clip_high,
+    degenerate,
+)
 from openrlhf_ext.options import Float
 
 

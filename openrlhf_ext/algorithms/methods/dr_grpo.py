@@ -14,8 +14,9 @@ class DrGrpoOptions(ReturnOptions):
 
 @register_algorithm("dr_grpo", DrGrpoOptions)
 class DrGrpo(ReturnAlgorithm):
-    """Dr. GRPO (Liu et al., arXiv 2503.20783): GRPO without the std. As OpenRLHF has it the loss is a mean over all
-    tokens; the paper divides token sums by a constant length (`agg seq-mean-token-sum-norm`).
+    """Dr. GRPO (Liu et al., arXiv 2503.20783): GRPO without the std. As OpenRLHF has it the loss is
+    a mean over all tokens; the paper divides token sums by a constant length (`agg
+    seq-mean-token-sum-norm`).
 
         A_i = r_i - mean r
         J = mean over all tokens of f(w_it, A_it)

@@ -14,8 +14,9 @@ class FlashReinforceOptions(ReturnOptions):
 
 @register_algorithm("flash_reinforce", FlashReinforceOptions)
 class FlashReinforce(ReturnAlgorithm):
-    """FlashREINFORCE (OpenRLHF 0.11.2, `trainer/ppo_utils/experience_maker.py:275`): the baseline is the mean reward of
-    the whole rollout batch, and nothing is whitened; one completion per prompt is enough.
+    """FlashREINFORCE (OpenRLHF 0.11.2, `trainer/ppo_utils/experience_maker.py:275`): the baseline
+    is the mean reward of the whole rollout batch, and nothing is whitened; one completion per
+    prompt is enough.
 
         A_i = r_i - mean r                                              over the rollout batch
         J = mean over all tokens of f(w_it, A_it)

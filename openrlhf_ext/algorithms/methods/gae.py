@@ -1,7 +1,7 @@
 """`gae`: PPO with a critic.
 
-J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438, and
-"Proximal Policy Optimization Algorithms", arXiv 1707.06347.
+J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+arXiv 1506.02438, and "Proximal Policy Optimization Algorithms", arXiv 1707.06347.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class GaeOptions(ReturnOptions, WhitenOptions, DiscountOptions):
 
 @register_algorithm("gae", GaeOptions)
 class Gae(ReturnAlgorithm):
-    """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss.
+    """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the
+    critic's loss.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = sum_l (gamma lambd)^l delta_{t+l}                         GAE, eq. 16; then whitened
@@ -42,5 +43,7 @@ class Gae(ReturnAlgorithm):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values_N, options = inputs.batch["values"], self.options
         rewards_N = token_rewards(scores_B, kl_N, inputs.segments)
-        advantages_N, returns_N = gae(rewards_N, values_N, inputs.segments, gamma=options.gamma, lambd=options.lambd)
+        advantages_N, returns_N = gae(
+            rewards_N, values_N, inputs.segments, gamma=options.gamma, lambd=options.lambd
+        )
         return advantages_N, {"returns": returns_N, "values": values_N}

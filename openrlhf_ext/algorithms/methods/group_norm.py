@@ -1,4 +1,5 @@
-"""`group_norm`: OpenRLHF's form of GRPO's advantage (Z. Shao et al., arXiv 2402.03300), with its token mean."""
+"""`group_norm`: OpenRLHF's form of GRPO's advantage (Z. Shao et al., arXiv 2402.03300), with its
+token mean."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class GroupNormOptions(ReturnOptions):
 
 @register_algorithm("group_norm", GroupNormOptions)
 class GroupNorm(ReturnAlgorithm):
-    """OpenRLHF's group normalization: GRPO's advantage (arXiv 2402.03300, sec. 4.1.2), a mean over all tokens; groups
-    without a signal stay in the denominator.
+    """OpenRLHF's group normalization: GRPO's advantage (arXiv 2402.03300, sec. 4.1.2), a mean over
+    all tokens; groups without a signal stay in the denominator.
 
         A_i = (r_i - mean r)/(std r + adv_eps)                          sample std
         J = mean over all tokens of f(w_it, A_it)

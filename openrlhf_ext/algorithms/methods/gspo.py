@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from openrlhf_ext.algorithms import SequenceAlgorithm, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import GroupRelative
-from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, GroupOptions, clip_high, clip_low, degenerate
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipOptions,
+    Degenerate,
+    GroupOptions,
+    clip_high,
+    clip_low,
+    degenerate,
+)
 from openrlhf_ext.options import Float
 
 
@@ -16,8 +23,8 @@ class GspoOptions(GroupOptions, ClipOptions):
 
 @register_algorithm("gspo", GspoOptions)
 class Gspo(GroupRelative, SequenceAlgorithm):
-    """GSPO (Zheng et al., arXiv 2507.18071): one ratio per completion, the geometric mean of its token ratios, clipped
-    as a whole.
+    """GSPO (Zheng et al., arXiv 2507.18071): one ratio per completion, the geometric mean of its
+    token ratios, clipped as a whole.
 
         A_i = (r_i - mean r)/(std r + adv_eps)                          eq. 6
         s_i = exp(1/T_i sum_t (new_it - old_it))                        eq. 7

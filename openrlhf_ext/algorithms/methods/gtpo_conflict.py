@@ -1,6 +1,8 @@
-"""`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
+"""`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose
+the negative one.
 
-M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
+M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy
+Control", arXiv
 2508.03772.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
@@ -46,10 +48,18 @@ LN2 = math.log(2.0)
 
 
 def conflict_weights(
-    forward_N: Tensor, backward_N: Tensor, segments: Segments, sign_B: Tensor, options: Any, dtype: torch.dtype
+    forward_N: Tensor,
+    backward_N: Tensor,
+    segments: Segments,
+    sign_B: Tensor,
+    options: Any,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
-    weight_B = torch.where(sign_B > 0, options.w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)
+    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones,
+    else 1."""
+    weight_B = torch.where(
+        sign_B > 0, options.w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)
+    ).to(dtype)
     one = torch.ones((), dtype=dtype, device=sign_B.device)
     lambda_N = torch.empty(forward_N.shape, dtype=dtype, device=sign_B.device)
     for block in segments.blocks():
@@ -58,7 +68,9 @@ def conflict_weights(
         if options.overlap == "or":
             lambda_N[block.tokens] = torch.where(forward_n | backward_n, weight_n, one)
         else:
-            product_n = torch.where(forward_n, weight_n, one) * torch.where(backward_n, weight_n, one)
+            product_n = torch.where(forward_n, weight_n, one) * torch.where(
+                backward_n, weight_n, one
+            )
             lambda_N[block.tokens] = product_n
     return lambda_N
 
@@ -67,9 +79,13 @@ FILTER_ANYWAY = "to filter all the same leave h_ini out and set initial_entropy_
 
 
 class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
-    preset: Literal["paper", "official"] = option("paper", "defaults of the paper or of its released code")
+    preset: Literal["paper", "official"] = option(
+        "paper", "defaults of the paper or of its released code"
+    )
     gamma: Float = option(0.1, "entropy regularizer", ge=0)
-    entropy_threshold: Float = option(LN2, "filter level of a completion's mean entropy, nats", ge=0)
+    entropy_threshold: Float = option(
+        LN2, "filter level of a completion's mean entropy, nats", ge=0
+    )
     h_ini: Float | None = option(
         None, "initial entropy, nats; null: filter always on; a number: on only below ln 2", ge=0
     )
@@ -79,11 +95,21 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
     filter: Literal["all", "only_neg", "off"] = option("all", "who the entropy filter removes")
     use_conflict: bool = option(True, "false: lambda is 1 everywhere")
     w_pos: Float = option(2.0, "lambda of conflict tokens of positive completions", ge=0)
-    anchor: Literal["start", "first"] = option("start", "conflict spans begin at the first/last token, or anywhere")
-    overlap: Literal["or", "product"] = option("or", "tokens in both spans: one weight, or the product of both")
-    zero_adv: Literal["literal", "skip"] = option("literal", "A = 0 completions get -gamma <H>, or nothing")
-    conflict_divisor: Literal["none", "max_run"] = option("none", "divide a completion by its longer conflict run")
-    group_reduce: Literal["mean", "sum"] = option("mean", "mean over completions and prompts, or sum")
+    anchor: Literal["start", "first"] = option(
+        "start", "conflict spans begin at the first/last token, or anywhere"
+    )
+    overlap: Literal["or", "product"] = option(
+        "or", "tokens in both spans: one weight, or the product of both"
+    )
+    zero_adv: Literal["literal", "skip"] = option(
+        "literal", "A = 0 completions get -gamma <H>, or nothing"
+    )
+    conflict_divisor: Literal["none", "max_run"] = option(
+        "none", "divide a completion by its longer conflict run"
+    )
+    group_reduce: Literal["mean", "sum"] = option(
+        "mean", "mean over completions and prompts, or sum"
+    )
     normalize_std: bool = option(True, "divide by the group's standard deviation")
     ddof_seq: Ddof = option(1, "std over sequences: 1 sample, 0 population")
     sign_tol: Float = option(1e-8, "|A| at or below this is 0", ge=0)
@@ -114,19 +140,23 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
         if self.clip_low is None and self.clip_high is not None:
             yield no_effect("clip_high", self.clip_high, "without clip_low nothing is clipped")
         if self.h_ini is not None and self.h_ini >= LN2 and self.filter != "off":
-            yield no_effect("filter", self.filter, f"h_ini {self.h_ini:g} is not below ln 2", FILTER_ANYWAY)
+            yield no_effect(
+                "filter", self.filter, f"h_ini {self.h_ini:g} is not below ln 2", FILTER_ANYWAY
+            )
 
 
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)
 class GtpoConflict(TokenAlgorithm):
-    """Group-relative Trajectory-based Policy Optimization (Simoni et al.): tokens that correct and wrong completions
-    share are not punished, completions of high entropy are left out, and entropy lowers the advantage.
+    """Group-relative Trajectory-based Policy Optimization (Simoni et al.): tokens that correct and
+    wrong completions share are not punished, completions of high entropy are left out, and entropy
+    lowers the advantage.
 
         A_i = (r_i - mean r)/(std r + adv_eps)                                              eq. 12
         lambda_it = w_pos (A_i > 0) or 0 (A_i < 0) where token t is in conflict, else 1     eq. 9
         delta_i = 0 if the entropy filter removes the completion, else 1                    eq. 10
-        A~_i = delta_i (A_i - gamma <H>_i)                                                  eq. 11, 30
-        J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                       eq. 11
+        A~_i = delta_i (A_i - gamma <H>_i)                                                  eq. 11,
+        30 J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                       eq.
+        11
     """
 
     needs = ("entropies",)
@@ -156,8 +186,12 @@ class GtpoConflict(TokenAlgorithm):
         batch, groups, options = inputs.batch, inputs.groups, self.options
         a_B = self._advantages(batch, groups)
         sign_B = a_B.sign()
-        forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
-        backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
+        forward = conflict_spans(
+            batch.tokens, groups, sign_B, backward=False, anchor=options.anchor
+        )
+        backward = conflict_spans(
+            batch.tokens, groups, sign_B, backward=True, anchor=options.anchor
+        )
         forward_N, backward_N = (spans.mask(batch.segments) for spans in (forward, backward))
         h_bar_B = mean_entropies(batch["entropies"], batch.segments)
         delta_B = self._delta(a_B, h_bar_B)
@@ -166,7 +200,9 @@ class GtpoConflict(TokenAlgorithm):
             tilde_B = torch.where(a_B == 0, 0.0, tilde_B)
         lambda_N = None
         if options.use_conflict:
-            lambda_N = conflict_weights(forward_N, backward_N, batch.segments, sign_B, options, batch.float_dtype)
+            lambda_N = conflict_weights(
+                forward_N, backward_N, batch.segments, sign_B, options, batch.float_dtype
+            )
         return {
             "advantages": batch.segments.spread(tilde_B.to(batch.float_dtype)),
             "seq_advantages": tilde_B,
@@ -196,7 +232,9 @@ class GtpoConflict(TokenAlgorithm):
     def _divisor(self, forward: Spans, backward: Spans) -> Tensor:
         """(B,) float64 factor that divides a completion's loss (`conflict_divisor`)."""
         longest_B = torch.maximum(forward.count_B, backward.count_B).clamp(min=1).to(torch.float64)
-        return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
+        return (
+            longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
+        )
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         loss_mask_N = self.loss_mask(shaped)
@@ -215,12 +253,16 @@ class GtpoConflict(TokenAlgorithm):
         return {
             "A_tilde": lambda shaped: shaped["seq_advantages"],
             "lambda": lambda shaped: (
-                torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
+                torch.ones_like(shaped.advantages)
+                if shaped.token_weights is None
+                else shaped.token_weights
             ),
         }
 
 
-def _conflict_metrics(groups: Groups, forward: Spans, backward: Spans, delta_B: Tensor) -> dict[str, Tensor]:
+def _conflict_metrics(
+    groups: Groups, forward: Spans, backward: Spans, delta_B: Tensor
+) -> dict[str, Tensor]:
     tokens = groups.lengths_B.sum().clamp(min=1).to(torch.float64)
     return {
         "conflict_forward": forward.count_B.sum() / tokens,

@@ -31,14 +31,17 @@ from openrlhf_ext.options import Float
 
 class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):
     top_rho: Float = option(0.2, "share of tokens kept", gt=0, le=1)
-    mask_denominator: Literal["selected", "all"] = option("selected", "denominators count the selected tokens, or all")
+    mask_denominator: Literal["selected", "all"] = option(
+        "selected", "denominators count the selected tokens, or all"
+    )
     degenerate: Degenerate = degenerate("drop")
     clip_high: Float | None = clip_high(0.28)
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
 class HighEntropyTokens(GroupRelative, TokenAlgorithm):
-    """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
+    """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv
+    2506.01939).
 
         tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
         J = mean of f(w_it, A_i) over the tokens with H_it >= tau       eq. 6 of the final text
@@ -71,5 +74,6 @@ class HighEntropyTokens(GroupRelative, TokenAlgorithm):
         return {"token_mask": self._selected}
 
     def _selected(self, shaped: LossBatch) -> Tensor:
-        """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
+        """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups
+        included."""
         return shaped["entropies"] >= shaped["cut"]

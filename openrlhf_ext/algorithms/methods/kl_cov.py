@@ -1,4 +1,5 @@
-"""`kl_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv
+"""`kl_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
+Models", arXiv
 2505.22617.
 
 Shape suffixes: N = tokens of all completions.
@@ -21,7 +22,9 @@ from openrlhf_ext.options import Float, Violation, no_effect
 
 
 class KLCovOptions(CovarianceOptions, KLOptions):
-    cov_ratio: Float = option(2e-3, "share of tokens penalized (2e-3 for 7B, 2e-4 for 32B)", ge=0, le=1)
+    cov_ratio: Float = option(
+        2e-3, "share of tokens penalized (2e-3 for 7B, 2e-4 for 32B)", ge=0, le=1
+    )
     ppo_kl_coef: Float = option(1.0, "coefficient of |new - old| on the chosen tokens", ge=0)
     clip_low: Float | None = option(None, "accepted, without effect", ge=0)
     clip_high: Float | None = option(None, "accepted, without effect", ge=0)
@@ -42,7 +45,8 @@ class KLCovOptions(CovarianceOptions, KLOptions):
 class KLCov(CovarianceControl):
     """KL-Cov: the tokens with the highest covariance are held back; nothing is clipped.
 
-        J = 1/N (sum over all tokens of w_it A_i - ppo_kl_coef sum over the chosen ones of |new_it - old_it|)
+        J = 1/N (sum over all tokens of w_it A_i - ppo_kl_coef sum over the chosen ones of |new_it -
+        old_it|)
 
     Of the N tokens, k = max(1, int(cov_ratio N)) are chosen.
     """
@@ -63,9 +67,13 @@ class KLCov(CovarianceControl):
         return selection_N, {"chosen": FlaggedTokens.of(selection_N, shaped, total).token_n3}
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
-        objective_N, clipped_N = clipped_surrogate(log_ratio_N, shaped.advantages, None, factor=self.factor(shaped))
+        objective_N, clipped_N = clipped_surrogate(
+            log_ratio_N, shaped.advantages, None, factor=self.factor(shaped)
+        )
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N
 
-    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
+    def extra_objective(
+        self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
+    ) -> Tensor:
         penalty_N = torch.where(shaped["selection"], log_ratio_N.abs(), 0.0)
         return objective_N - self.options.ppo_kl_coef * penalty_N

@@ -1,7 +1,9 @@
-"""`on_policy_distillation`: the policy samples, a guide says of every token how likely it would have been.
+"""`on_policy_distillation`: the policy samples, a guide says of every token how likely it would
+have been.
 
-R. Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse KL; as a policy
-gradient of the sampled tokens: Y. Gu et al., "MiniLLM", arXiv 2306.08543, without the sum over later tokens.
+R. Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the reverse
+KL; as a policy gradient of the sampled tokens: Y. Gu et al., "MiniLLM", arXiv 2306.08543, without
+the sum over later tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ class DistillationOptions(ClipOptions, KLOptions, AggregationOptions):
 
 @register_algorithm("on_policy_distillation", DistillationOptions)
 class OnPolicyDistillation(TokenAlgorithm):
-    """Reverse KL to a guide on the policy's own samples, token by token; rewards are metrics only, and one completion
-    per prompt is enough.
+    """Reverse KL to a guide on the policy's own samples, token by token; rewards are metrics only,
+    and one completion per prompt is enough.
 
-        A_it = log pi_guide(o_it) - log pi_old(o_it), within +-most_gap         both at the rollout temperature
-        J = mean over all tokens of f(w_it, A_it)
+        A_it = log pi_guide(o_it) - log pi_old(o_it), within +-most_gap         both at the rollout
+        temperature J = mean over all tokens of f(w_it, A_it)
 
-    In the mean over samples the gradient of J at w = 1 is that of `-KL(pi || pi_guide)` of each token's distribution.
+    In the mean over samples the gradient of J at w = 1 is that of `-KL(pi || pi_guide)` of each
+    token's distribution.
     """
 
     needs = ("guide_logprobs",)

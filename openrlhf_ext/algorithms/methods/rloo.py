@@ -14,8 +14,8 @@ class RlooOptions(ReturnOptions):
 
 @register_algorithm("rloo", RlooOptions)
 class Rloo(ReturnAlgorithm):
-    """RLOO (Ahmadian et al., arXiv 2402.14740): the baseline of a completion is the mean reward of the others of its
-    group.
+    """RLOO (Ahmadian et al., arXiv 2402.14740): the baseline of a completion is the mean reward of
+    the others of its group.
 
         A_i = r_i - 1/(G - 1) sum_{j != i} r_j
         J = mean over all tokens of f(w_it, A_it)

@@ -18,14 +18,17 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.options import Float
 
-_MOST_LOG_RATIO = 7.0  # w = 1096: the gate's gradient is 0 there in float64, and 0 times an overflow would be NaN
+# w = 1096: the gate's gradient is 0 there in float64, and 0 times an overflow would be NaN
+_MOST_LOG_RATIO = 7.0
 
 
 class SapoOptions(GroupOptions, KLOptions, AggregationOptions):
     degenerate: Degenerate = degenerate("literal")
     agg: Aggregation = agg("seq-mean-token-mean")
     tau_pos: Float = option(1.0, "temperature of the gate where A > 0", gt=0)
-    tau_neg: Float = option(1.05, "temperature of the gate elsewhere; above tau_pos it decays faster", gt=0)
+    tau_neg: Float = option(
+        1.05, "temperature of the gate elsewhere; above tau_pos it decays faster", gt=0
+    )
 
 
 @register_algorithm("sapo", SapoOptions)
@@ -43,6 +46,10 @@ class Sapo(GroupRelative, TokenAlgorithm):
         advantages_N, factor_N = shaped.advantages, self.factor(shaped)
         tau_N = torch.full_like(log_ratio_N, self.options.tau_neg)
         tau_N = tau_N.masked_fill_(advantages_N > 0, self.options.tau_pos)
-        gate_N = 4 / tau_N * torch.sigmoid(tau_N * (log_ratio_N.clamp(max=_MOST_LOG_RATIO).exp() - 1))
+        gate_N = (
+            4 / tau_N * torch.sigmoid(tau_N * (log_ratio_N.clamp(max=_MOST_LOG_RATIO).exp() - 1))
+        )
         scale_N = advantages_N if factor_N is None else advantages_N * factor_N
-        return torch.where(shaped.loss_mask, gate_N * scale_N, 0.0), torch.zeros_like(shaped.loss_mask)
+        return torch.where(shaped.loss_mask, gate_N * scale_N, 0.0), torch.zeros_like(
+            shaped.loss_mask
+        )

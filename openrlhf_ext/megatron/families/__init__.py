@@ -1,5 +1,6 @@
-"""The model families that the policy takes: one file each, found by being in this folder. A family from outside is an
-entry point of an installed package: every process on every node then finds it (docs/models.md)."""
+"""The model families that the policy takes: one file each, found by being in this folder. A family
+from outside is an entry point of an installed package: every process on every node then finds it
+(docs/models.md)."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ _STATE_SPACE = "state-space layers"
 _LEARNED = "learned or linear positions instead of a rotary embedding"
 _IMAGES = "a decoder within a model of images and text: only text models are built"
 _NO_CLASS = "a model class of transformers, whose release 5.15 has none for it"
-# model types that users ask for -> what a family of theirs would need (transformers 5.19, models/*/modeling_*.py)
+# model types that users ask for -> what a family of theirs would need (transformers 5.19,
+# models/*/modeling_*.py)
 _NEEDS = {
     # mixtures of experts
     "mixtral": "its experts' names (block_sparse_moe.experts.*.w1, w2, w3), and a test of its numbers",
     "olmoe": "a norm of whole queries and keys, not of each head's",
-    "glm4_moe": "a sigmoid router with a bias of each expert, dense first layers and partial rotary embedding",
+    "glm4_moe": "a sigmoid router with a bias of each expert, dense first layers and partial rotary "
+    "embedding",
     "granitemoe": "Granite's factors beside experts, and its experts' names (block_sparse_moe)",
     "deepseek_v2": f"{_LATENT}, and dense first layers",
     "deepseek_v3": _GROUPS,
@@ -60,7 +63,8 @@ _NEEDS = {
     "cohere": f"{_SIDE_BY_SIDE}, {_INTERLEAVED}, and a factor of logits",
     "cohere2": f"{_SIDE_BY_SIDE}, {_INTERLEAVED}, a factor of logits, and attention windows",
     "hunyuan_v1_dense": "norms of query and key behind the rotary embedding, not before it",
-    "ministral": "a family of its own: Llama's layer with the windows of layer_types, and a test of its numbers",
+    "ministral": "a family of its own: Llama's layer with the windows of layer_types, and a test of its "
+    "numbers",
     "ministral3": "a factor of queries that grows with their position (llama_4_scaling_beta)",
     "mistral3": _IMAGES,
     "nemotron": f"{_LAYER_NORM} scaled by 1 + w, {_UNGATED}, and rotary embedding of a part of the head",
@@ -102,10 +106,13 @@ def model_types() -> list[str]:
 
 @cache
 def family_of(model_type: str) -> Family:
-    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises UnknownModelType."""
+    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises
+    UnknownModelType."""
     if model_type in {module.name for module in pkgutil.iter_modules(__path__)}:
         return import_module(f"{__name__}.{model_type}").FAMILY
     for entry in entry_points(group=GROUP).select(name=model_type):
         return entry.load()
     needs = f": it would need {_NEEDS[model_type]}" if model_type in _NEEDS else ""
-    raise UnknownModelType(f"model_type must be one of {', '.join(model_types())}, got {model_type!r}{needs}")
+    raise UnknownModelType(
+        f"model_type must be one of {', '.join(model_types())}, got {model_type!r}{needs}"
+    )

@@ -1,4 +1,5 @@
-"""Granite 3: Llama's layer with factors of embeddings, scores, what each branch adds, and logits."""
+"""Granite 3: Llama's layer with factors of embeddings, scores, what each branch adds, and
+logits."""
 
 from openrlhf_ext.megatron.model.family import LAYER, NO_BIAS, Family
 

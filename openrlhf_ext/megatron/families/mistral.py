@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo, Small 24B: Llama's layer, in the first version with a window, which may be left out."""
+"""Mistral 7B, Nemo, Small 24B: Llama's layer, in the first version with a window, which may be left
+out."""
 
 from openrlhf_ext.megatron.model.family import LAYER, NO_BIAS, Family
 

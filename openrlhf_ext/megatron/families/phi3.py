@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: stacked projections, in some of them a window, and rotary embedding of a part
-of each head."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: stacked projections, in some of them a window, and rotary
+embedding of a part of each head."""
 
 from openrlhf_ext.megatron.model.family import LAYER, NO_BIAS, Family
 

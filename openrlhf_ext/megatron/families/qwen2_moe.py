@@ -1,4 +1,5 @@
-"""Qwen2 with a mixture of experts and one more that sees every token (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B)."""
+"""Qwen2 with a mixture of experts and one more that sees every token (Qwen1.5-MoE-A2.7B,
+Qwen2-57B-A14B)."""
 
 from openrlhf_ext.megatron.mlps.moe import SharedMoE
 from openrlhf_ext.megatron.model.family import ALWAYS_BIAS, ATTENTION, QKV_BIAS, Family

@@ -6,7 +6,11 @@ FAMILY = Family(
     model_type="smollm3",
     critic_class="SmolLM3ForSequenceClassification",
     layer=LAYER,
-    config_defaults={"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    config_defaults={
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
     refused={"attention_bias": NO_BIAS, "mlp_bias": NO_BIAS},
     window_switch=True,
     skips_rope=True,

@@ -1,4 +1,5 @@
-"""A layer converter: a capability of a decoder's layers in one place; a model's settings carry them."""
+"""A layer converter: a capability of a decoder's layers in one place; a model's settings carry
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class LayerConverter:
-    """All that a model asks of its layers; these answers change nothing. Plain values, which go from driver to
-    ranks."""
+    """All that a model asks of its layers; these answers change nothing. Plain values, which go
+    from driver to ranks."""
 
     name: str  # prefix of its state in checkpoints
-    state_title = state_options = ""  # what messages call the state, and the options that must be those of its writer
+    # what messages call the state, and the options that must be those of its writer
+    state_title = state_options = ""
     own_layers = False  # needs our layers (``layer_spec``) where TransformerEngine's could be used
 
     def environment(self) -> dict[str, str]:
@@ -35,18 +37,20 @@ class LayerConverter:
         return {}
 
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
-        """Changes a layer's spec in place, ours or TransformerEngine's, of the same tree; ``number`` from 0."""
+        """Changes a layer's spec in place, ours or TransformerEngine's, of the same tree;
+        ``number`` from 0."""
 
     def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """What there is to do before a loaded model is used, proofs included. A collective. ``compute``: a forward pass
-        over a fixed sequence, in training mode or not."""
+        """What there is to do before a loaded model is used, proofs included. A collective.
+        ``compute``: a forward pass over a fixed sequence, in training mode or not."""
 
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """Makes the state that belongs to weights anew, because others were loaded. A collective."""
+        """Makes the state that belongs to weights anew, because others were loaded. A
+        collective."""
 
     def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-        """Contiguous tensors, changed in place, that checkpoints and frozen copies keep; by names that are the same in
-        every layout, the same on all ranks of a stage."""
+        """Contiguous tensors, changed in place, that checkpoints and frozen copies keep; by names
+        that are the same in every layout, the same on all ranks of a stage."""
         return {}
 
     def piece_unit(self, pieces: int) -> int:
@@ -54,7 +58,8 @@ class LayerConverter:
         return 1
 
     def kept_per_weight(self, parameter: str, number: int, num_layers: int) -> int:
-        """Bytes that a layer keeps for every entry of a weight of its linears, besides the parameter."""
+        """Bytes that a layer keeps for every entry of a weight of its linears, besides the
+        parameter."""
         return 0
 
     def drop_kept(self, model: torch.nn.Module) -> None:
@@ -66,8 +71,8 @@ class LayerConverter:
 
 
 def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path in the layer, submodules that have it) of every linear of a layer's spec, in attention and in any kind of
-    MLP."""
+    """(path in the layer, submodules that have it) of every linear of a layer's spec, in attention
+    and in any kind of MLP."""
     submodules = _submodules(layer)
     for name, module in vars(submodules).items():
         if is_linear(name):
@@ -77,7 +82,8 @@ def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _submodules(module: Any) -> Any:
-    """Of a part of a spec; Megatron gives a dense MLP as a function that is called with its submodules."""
+    """Of a part of a spec; Megatron gives a dense MLP as a function that is called with its
+    submodules."""
     if isinstance(module, partial):
         return module.keywords.get("submodules")
     return getattr(module, "submodules", None)
@@ -99,5 +105,9 @@ def kept_bytes(converters: Sequence[LayerConverter], decoder: TransformerBlock) 
     for layer in decoder.layers:
         number, layers = layer.layer_number - 1, decoder.config.num_layers
         weights = [(name, p.numel()) for name, p in layer.named_parameters() if p.dim() == 2]
-        total += sum(c.kept_per_weight(name, number, layers) * size for c in converters for name, size in weights)
+        total += sum(
+            c.kept_per_weight(name, number, layers) * size
+            for c in converters
+            for name, size in weights
+        )
     return total

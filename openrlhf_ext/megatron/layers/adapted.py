@@ -1,14 +1,18 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) beside the frozen linear layers of a decoder, in every layout.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) beside the frozen linear layers of a
+decoder, in every layout.
 
 A linear that has some has two more parameters, fp32, whatever its weight is:
 
-- column-parallel (query-key-value, gate-up): ``lora_a`` (m r, in), the matrices of its m targeted Hugging Face modules
-  stacked, a copy on every tensor-parallel rank; ``lora_b`` (out / tp, r), rows as the rows of ``weight``
-- row-parallel (attention's output, down): ``lora_a`` (r, in / tp), cut like ``weight``; ``lora_b`` (out, r), a copy
+- column-parallel (query-key-value, gate-up): ``lora_a`` (m r, in), the matrices of its m targeted
+  Hugging Face modules stacked, a copy on every tensor-parallel rank; ``lora_b`` (out / tp, r), rows
+  as the rows of ``weight``
+- row-parallel (attention's output, down): ``lora_a`` (r, in / tp), cut like ``weight``; ``lora_b``
+  (out, r), a copy
 
-Only what is r wide travels between ranks. Names, cuts and places are rules of the weight map (``adapter_rules``), so
-that adapters are loaded, exported and sent as weights are. Shape suffixes: L = tokens of the pack on this rank (under
-sequence parallelism a piece of them), K = input features, N = output features, M = m r.
+Only what is r wide travels between ranks. Names, cuts and places are rules of the weight map
+(``adapter_rules``), so that adapters are loaded, exported and sent as weights are. Shape suffixes:
+L = tokens of the pack on this rank (under sequence parallelism a piece of them), K = input
+features, N = output features, M = m r.
 """
 
 from __future__ import annotations
@@ -43,17 +47,25 @@ from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules, own_shard
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
-from openrlhf_ext.megatron.model.weight_map import Rule, Run, adapter_shape, hf_shapes, shard_runs, targeted
+from openrlhf_ext.megatron.model.weight_map import (
+    Rule,
+    Run,
+    adapter_shape,
+    hf_shapes,
+    shard_runs,
+    targeted,
+)
 
 _STREAMS = "lora dropout", "lora dropout of a shard"
-"""Random streams of masks: where tensor-parallel ranks hold the same input they draw the same masks, from a stream that
-they have alike; where each holds a piece, and for other data and stages, streams differ. Megatron's recomputation
-restores them, and checkpoints keep them."""
+"""Random streams of masks: where tensor-parallel ranks hold the same input they draw the same
+masks, from a stream that they have alike; where each holds a piece, and for other data and stages,
+streams differ. Megatron's recomputation restores them, and checkpoints keep them."""
 
 
 class _Down(torch.autograd.Function):
-    """``x A^t`` in x's dtype: tensor cores multiply bf16, and an engine's kernels round A to it too. The gradient of A
-    is summed in A's fp32. Keeps x as it is for the backward pass, not an fp32 copy."""
+    """``x A^t`` in x's dtype: tensor cores multiply bf16, and an engine's kernels round A to it
+    too. The gradient of A is summed in A's fp32. Keeps x as it is for the backward pass, not an
+    fp32 copy."""
 
     @staticmethod
     def forward(ctx: Any, x_LK: Tensor, a_MK: Tensor) -> Tensor:
@@ -68,7 +80,8 @@ class _Down(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """``out + down B^t`` in one product, in out's dtype, to which B is rounded; the gradient of B is summed in fp32."""
+    """``out + down B^t`` in one product, in out's dtype, to which B is rounded; the gradient of B
+    is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, out_LN: Tensor, down_LM: Tensor, b_NM: Tensor) -> Tensor:
@@ -85,15 +98,17 @@ class _Up(torch.autograd.Function):
 
 
 def _factors(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of a product whose sums are fp32. A CPU without instructions for bf16 multiplies fp32 ten times as fast: what is
-    widened there (exact) gives the same numbers."""
+    """Of a product whose sums are fp32. A CPU without instructions for bf16 multiplies fp32 ten
+    times as fast: what is widened there (exact) gives the same numbers."""
     return tuple(tensor.float() if tensor.device.type == "cpu" else tensor for tensor in tensors)
 
 
 def _fp32_product(left_LN: Tensor, right_LM: Tensor) -> Tensor:
     """(N, M) sums over L that are not rounded to the factors' dtype."""
     left_NL, right = _factors(left_LN.flatten(0, -2).t(), right_LM.flatten(0, -2))
-    return multiply(right.new_empty(left_NL.shape[0], right.shape[1], dtype=torch.float32), left_NL, right)
+    return multiply(
+        right.new_empty(left_NL.shape[0], right.shape[1], dtype=torch.float32), left_NL, right
+    )
 
 
 class Adapted:
@@ -109,34 +124,47 @@ class Adapted:
     is_row = False
 
     def adapt(self, adapter: Adapter, modules: int, owner_N: Tensor, gated: bool) -> None:
-        """Adds the parameters, zeros; the weight is frozen. ``modules``: how many of the linear's have an adapter,
-        ``owner_N``: which of them each row of the weight belongs to, -1: to none; ``gated``: gate and up stacked."""
+        """Adds the parameters, zeros; the weight is frozen. ``modules``: how many of the linear's
+        have an adapter,
+        ``owner_N``: which of them each row of the weight belongs to, -1: to none; ``gated``: gate
+        and up stacked."""
         out, width = self.weight.shape
         self.adapter, self.gated = adapter, gated
         place: dict[str, Any] = {"device": self.weight.device, "dtype": torch.float32}
         self.lora_a = torch.nn.Parameter(torch.zeros(adapter.rank * modules, width, **place))
         self.lora_b = torch.nn.Parameter(torch.zeros(out, adapter.rank, **place))
-        # which rows of B belong to which part of A, for one product of all modules; no buffer, it would become bf16
-        self.owner_NM = F.one_hot(owner_N + 1, modules + 1)[:, 1:].to(**place).repeat_interleave(adapter.rank, 1)
+        # which rows of B belong to which part of A, for one product of all modules; no buffer, it
+        # would become bf16
+        self.owner_NM = (
+            F.one_hot(owner_N + 1, modules + 1)[:, 1:]
+            .to(**place)
+            .repeat_interleave(adapter.rank, 1)
+        )
         whole, cut = (self.lora_b, self.lora_a) if self.is_row else (self.lora_a, self.lora_b)
-        # Megatron's marks: what to add up over the pieces of a sequence, and of what a rank has but a part (norms)
+        # Megatron's marks: what to add up over the pieces of a sequence, and of what a rank has but
+        # a part (norms)
         whole.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         cut.tensor_model_parallel, cut.partition_stride = True, 1  # type: ignore[attr-defined]
         cut.partition_dim = 1 if self.is_row else 0  # type: ignore[attr-defined]
 
     def down(self, x_LK: Tensor) -> Tensor:
-        """(L, M) of all modules. With dropout each has a mask of its own, as in peft, drawn from ``_STREAMS``."""
+        """(L, M) of all modules. With dropout each has a mask of its own, as in peft, drawn from
+        ``_STREAMS``."""
         assert self.adapter is not None
         if not (self.adapter.dropout and self.training):
             return _Down.apply(x_LK, self.lora_a)
         own = self.is_row or self.config.sequence_parallel
         with get_cuda_rng_tracker().fork(_STREAMS[own]):
-            dropped = [F.dropout(x_LK, self.adapter.dropout) for _ in range(len(self.lora_a) // self.adapter.rank)]
+            dropped = [
+                F.dropout(x_LK, self.adapter.dropout)
+                for _ in range(len(self.lora_a) // self.adapter.rank)
+            ]
         parts = self.lora_a.split(self.adapter.rank)
         return torch.cat([_Down.apply(x, a) for x, a in zip(dropped, parts, strict=True)], -1)
 
     def up(self, out_LN: Tensor, down_LM: Tensor) -> Tensor:
-        """``out`` and what the adapter adds, by scale B: what an engine gets (``scaled_values``), rounded as there."""
+        """``out`` and what the adapter adds, by scale B: what an engine gets (``scaled_values``),
+        rounded as there."""
         assert self.adapter is not None
         return _Up.apply(out_LN, down_LM, self.wide_b() * self.adapter.scale)
 
@@ -146,21 +174,33 @@ class Adapted:
         return self.lora_b.repeat(1, modules) * self.owner_NM
 
     def merged(self) -> Tensor:
-        """This rank's shard of W + scale B A, in the weight's dtype; no communication in any layout."""
+        """This rank's shard of W + scale B A, in the weight's dtype; no communication in any
+        layout."""
         assert self.adapter is not None
-        return (self.weight.float() + self.adapter.scale * (self.wide_b() @ self.lora_a)).to(self.weight.dtype)
+        return (self.weight.float() + self.adapter.scale * (self.wide_b() @ self.lora_a)).to(
+            self.weight.dtype
+        )
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Megatron's own takes what it does not know for a copy on every rank: a resumed adapter would be wrong."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Megatron's own takes what it does not know for a copy on every rank: a resumed adapter
+        would be wrong."""
         if self.adapter is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         axes = {"weight": 1, "lora_a": 1} if self.is_row else {"weight": 0, "bias": 0, "lora_b": 0}
         state = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets,  # type: ignore[attr-defined]
-            tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            axes,
+            sharded_offsets,  # type: ignore[attr-defined]
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
         if self.gated:  # MLP does this for weight and bias only (transformer/mlp.py)
-            state[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(state[f"{prefix}lora_b"], sharded_offsets)
+            state[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(
+                state[f"{prefix}lora_b"], sharded_offsets
+            )
         return state
 
 
@@ -178,7 +218,8 @@ class AdaptedColumn(Adapted):
         return self.added(out, normed), bias
 
     def added(self, out: Tensor, normed: Tensor) -> Tensor:
-        """A before the gather, so that what travels is M wide; backward a reduce-scatter, or an all-reduce of that."""
+        """A before the gather, so that what travels is M wide; backward a reduce-scatter, or an
+        all-reduce of that."""
         down = self.down(normed)
         if self.config.sequence_parallel:
             down = gather_from_sequence_parallel_region(down)
@@ -193,22 +234,27 @@ class _AdaptedTE(Adapted):
     activation_dtype: torch.dtype | None
 
     def set_activation_dtype(self, inp: Tensor) -> None:
-        """Its own wants all parameters in the input's dtype, an adapter's fp32 too (TransformerEngine 2.11
-        module/base.py:938; seen on an H200)."""
+        """Its own wants all parameters in the input's dtype, an adapter's fp32 too
+        (TransformerEngine 2.11 module/base.py:938; seen on an H200)."""
         if torch.is_autocast_enabled() or inp.dtype != self.weight.dtype:
-            raise TypeError(f"a layer of {self.weight.dtype} got {inp.dtype}, or autocast is on: neither is built")
+            raise TypeError(
+                f"a layer of {self.weight.dtype} got {inp.dtype}, or autocast is on: neither is "
+                "built"
+            )
         self.activation_dtype = inp.dtype
 
 
 class AdaptedTEColumn(_AdaptedTE, AdaptedColumn):
-    """Before TransformerEngine's, which norms and multiplies in one and gives what it has normed on demand."""
+    """Before TransformerEngine's, which norms and multiplies in one and gives what it has normed on
+    demand."""
 
     te_return_bias: bool
 
     def adapt(self, adapter: Adapter, modules: int, owner_N: Tensor, gated: bool) -> None:
         assert not self.te_return_bias, "the bias is added in the product"
         super().adapt(adapter, modules, owner_N, gated)
-        # of this rank's own tokens under sequence parallelism (TransformerEngine 2.11 module/layernorm_linear.py:533)
+        # of this rank's own tokens under sequence parallelism (TransformerEngine 2.11
+        # module/layernorm_linear.py:533)
         self.return_layernorm_output, self.return_layernorm_output_gathered = True, False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -245,9 +291,12 @@ _OF_TE = {"TELayerNormColumnParallelLinear": AdaptedTEColumn, "TERowParallelLine
 
 @cache
 def _class(base: type) -> type:
-    """A linear of this class, ours or Megatron's, that may have an adapter. Not of one derived from these: its own
-    forward pass would be passed over."""
-    ours: dict[type, type] = {NormColumnParallelLinear: AdaptedColumn, RowParallelLinear: AdaptedRow}
+    """A linear of this class, ours or Megatron's, that may have an adapter. Not of one derived from
+    these: its own forward pass would be passed over."""
+    ours: dict[type, type] = {
+        NormColumnParallelLinear: AdaptedColumn,
+        RowParallelLinear: AdaptedRow,
+    }
     kind = ours.get(base) or _OF_TE.get(base.__name__)
     if kind is None:
         raise ValueError(f"adapters of a {base.__name__} are not built")
@@ -261,12 +310,13 @@ def adapted(linear: ModuleSpec | type) -> ModuleSpec | type:
     return _class(linear)
 
 
-# ---- a whole model --------------------------------------------------------------------------------------------------
+# ---- a whole model
+# --------------------------------------------------------------------------------------------------
 
 
 def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> Tensor:
-    """Entries of a new adapter's matrix, the same in every layout: of A uniform within 1 / sqrt(its inputs), as peft's
-    (peft 0.21.2 tuners/lora/layer.py:332), of B zero."""
+    """Entries of a new adapter's matrix, the same in every layout: of A uniform within 1 / sqrt(its
+    inputs), as peft's (peft 0.21.2 tuners/lora/layer.py:332), of B zero."""
     (rows, columns), name = hf_shapes(rule, shape)[tensor], rule.hf_names[tensor]
     whole = torch.zeros(rows, columns)
     if name.endswith("lora_A.weight"):
@@ -277,9 +327,14 @@ def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> T
 
 
 def add_adapters(
-    chunks: Sequence[HiddenStateGPTModel], base: ModelShape, adapter: Adapter, seed: int, path: str | None
+    chunks: Sequence[HiddenStateGPTModel],
+    base: ModelShape,
+    adapter: Adapter,
+    seed: int,
+    path: str | None,
 ) -> None:
-    """Freezes chunks whose weights are loaded and gives their targeted linears adapters: those of the peft checkpoint
+    """Freezes chunks whose weights are loaded and gives their targeted linears adapters: those of
+    the peft checkpoint
     ``path``, or new ones. Raises WeightMapError, InputError: ``path`` has others."""
     shape = adapter_shape(base, adapter)
     if adapter.dropout:
@@ -294,11 +349,14 @@ def add_adapters(
 
 def _seed_streams(seed: int) -> None:
     place = (
-        parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
-    )  # fmt: skip
+    )
     tracker = get_cuda_rng_tracker()
-    for name, tensor in zip(_STREAMS, (-1, parallel_state.get_tensor_model_parallel_rank()), strict=True):
+    for name, tensor in zip(
+        _STREAMS, (-1, parallel_state.get_tensor_model_parallel_rank()), strict=True
+    ):
         number = hashlib.blake2b(f"{seed} {name} {place} {tensor}".encode(), digest_size=4).digest()
         tracker.add(name, int.from_bytes(number, "little"))
 
@@ -311,11 +369,15 @@ def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -
         if not chosen:
             continue
         linear = chunk.get_submodule(rule.parameter.removesuffix(".weight"))
-        assert isinstance(linear, Adapted), f"{rule.parameter}: a {type(linear).__name__} has no adapters"
+        assert isinstance(linear, Adapted), (
+            f"{rule.parameter}: a {type(linear).__name__} has no adapters"
+        )
         owner_N = torch.zeros(len(linear.weight), dtype=torch.long)
         if not linear.is_row:
             runs = shard_runs(rule, shape, own_shard(rule))
-            owners = torch.tensor([chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs])
+            owners = torch.tensor(
+                [chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs]
+            )
             owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
         linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")
     if chunk.pre_process:
@@ -323,8 +385,8 @@ def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -
 
 
 def _wants_gradients(_module: torch.nn.Module, _args: tuple, output: Tensor) -> Tensor:
-    """Megatron's recomputation of whole layers is torch's reentrant one: where no input wants a gradient, parameters
-    get none, without an error."""
+    """Megatron's recomputation of whole layers is torch's reentrant one: where no input wants a
+    gradient, parameters get none, without an error."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -354,7 +416,11 @@ def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Tensor], Tensor]:
 
 def scaled_values(chunks: Sequence[GPTModel], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """What to export of an adapter's parameter for an engine of this dtype whose own scale is 1."""
-    scale = {id(linear.lora_b): linear.adapter.scale for linear in adapted_linears(chunks) if linear.adapter}
+    scale = {
+        id(linear.lora_b): linear.adapter.scale
+        for linear in adapted_linears(chunks)
+        if linear.adapter
+    }
     return lambda parameter: (parameter.detach() * scale.get(id(parameter), 1.0)).to(dtype)
 
 
@@ -373,7 +439,8 @@ def without_adapters(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 @contextmanager
 def rounded_adapters(chunks: Sequence[GPTModel], dtype: torch.dtype) -> Iterator[None]:
-    """Forward passes in the body are those of an engine of this dtype, which gets A and alpha / r B in it."""
+    """Forward passes in the body are those of an engine of this dtype, which gets A and alpha / r B
+    in it."""
     kept = [(parameter, parameter.data) for parameter in adapter_parameters(chunks)]
     for linear in adapted_linears(chunks):
         assert linear.adapter is not None

@@ -1,8 +1,9 @@
 """Linear layers that round as FP8 does and multiply in fp32: Megatron's own, with other products.
 
-TransformerConfig.fp8 stays None: with it megatron-core would take TransformerEngine's checkpointing for recomputation
-(transformer_block.py:612). Shape suffixes: L = tokens of the pack on this rank (of a column-parallel layer's input
-under sequence parallelism a piece of them), K = input features, N = output features.
+TransformerConfig.fp8 stays None: with it megatron-core would take TransformerEngine's checkpointing
+for recomputation (transformer_block.py:612). Shape suffixes: L = tokens of the pack on this rank
+(of a column-parallel layer's input under sequence parallelism a piece of them), K = input features,
+N = output features.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce, _reduce_scatter_along_first_dim
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _reduce,
+    _reduce_scatter_along_first_dim,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -24,20 +29,25 @@ from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 
 
 class Scaling:
-    """The products of one layer and the state of their delayed scales. No module, and its tensors are no buffers:
+    """The products of one layer and the state of their delayed scales. No module, and its tensors
+    are no buffers:
     Float16Module would round those to bf16. ``rounds``: whether forward passes round."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.products = Products(recipe)
         self.scales = self.products.scales(
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else "cpu"
         )
-        # scales of the forward passes that will be recomputed: by then later micro-batches have moved them
+        # scales of the forward passes that will be recomputed: by then later micro-batches have
+        # moved them
         self._to_recompute: deque[dict[str, Tensor]] = deque()
         self.rounds = True
 
     def of_forward(self, x_LK: Tensor, w_NK: Tensor, training: bool) -> dict[str, Tensor]:
-        """The scales of x and w for this pass. One in training moves them (``update``), a recomputation does not."""
+        """The scales of x and w for this pass. One in training moves them (``update``), a
+        recomputation does not."""
         if not self.scales:
             return {}
         if training and torch.is_grad_enabled() and self._to_recompute:
@@ -78,10 +88,13 @@ class EmulatedLinear:
         tp_group: dist.ProcessGroup | None = None,
         **_: Any,
     ) -> Tensor:
-        """(L, 1, N) product of an input (L, 1, K), a piece of L under sequence parallelism, with the weight."""
+        """(L, 1, N) product of an input (L, 1, K), a piece of L under sequence parallelism, with
+        the weight."""
         scales = self.scaling.of_forward(input, weight, self.training)
         group = tp_group or parallel_state.get_tensor_model_parallel_group()
-        output = _Linear.apply(input, weight, self.scaling, scales, allreduce_dgrad, sequence_parallel, group)
+        output = _Linear.apply(
+            input, weight, self.scaling, scales, allreduce_dgrad, sequence_parallel, group
+        )
         return output if bias is None else output + bias
 
 
@@ -94,8 +107,9 @@ class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
 
 
 _EMULATED = {
-    NormColumnParallelLinear: EmulatedNormColumnParallelLinear, RowParallelLinear: EmulatedRowParallelLinear
-}  # fmt: skip
+    NormColumnParallelLinear: EmulatedNormColumnParallelLinear,
+    RowParallelLinear: EmulatedRowParallelLinear,
+}
 
 
 def emulated(linear: type, recipe: Recipe) -> ModuleSpec:
@@ -119,7 +133,11 @@ class _Linear(torch.autograd.Function):
         ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
         whole = _gather_along_first_dim(input_L1K, group) if sequence_parallel else input_L1K
         x_LK = whole.flatten(0, 1)
-        output_LN = scaling.products.output(x_LK, weight_NK, scales) if scaling.rounds else x_LK @ weight_NK.t()
+        output_LN = (
+            scaling.products.output(x_LK, weight_NK, scales)
+            if scaling.rounds
+            else x_LK @ weight_NK.t()
+        )
         return output_LN.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -127,26 +145,39 @@ class _Linear(torch.autograd.Function):
         input_L1K, weight_NK = ctx.saved_tensors
         products, dy_LN = ctx.scaling.products, grad_L1N.flatten(0, 1)
         scales = ctx.scales | ctx.scaling.of_backward(dy_LN)
-        grad_input = products.input_gradient(dy_LN, weight_NK, scales).view(*grad_L1N.shape[:-1], -1)
+        grad_input = products.input_gradient(dy_LN, weight_NK, scales).view(
+            *grad_L1N.shape[:-1], -1
+        )
         if ctx.sequence_parallel:
             grad_input = _reduce_scatter_along_first_dim(grad_input, ctx.group)
         elif ctx.allreduce_dgrad:
             grad_input = _reduce(grad_input, ctx.group)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            whole = _gather_along_first_dim(input_L1K, ctx.group) if ctx.sequence_parallel else input_L1K
-            grad_weight = products.weight_gradient(dy_LN, whole.flatten(0, 1), scales).to(weight_NK.dtype)
+            whole = (
+                _gather_along_first_dim(input_L1K, ctx.group)
+                if ctx.sequence_parallel
+                else input_L1K
+            )
+            grad_weight = products.weight_gradient(dy_LN, whole.flatten(0, 1), scales).to(
+                weight_NK.dtype
+            )
         return grad_input, grad_weight, None, None, None, None, None
 
 
 def scalings(module: torch.nn.Module) -> dict[str, Scaling]:
     """The scalings of the emulated layers below a module, by path."""
-    return {name: layer.scaling for name, layer in module.named_modules() if isinstance(layer, EmulatedLinear)}
+    return {
+        name: layer.scaling
+        for name, layer in module.named_modules()
+        if isinstance(layer, EmulatedLinear)
+    }
 
 
 def follow_micro_batches(decoder: torch.nn.Module) -> None:
-    """Lets the delayed scales of a decoder's emulated layers move as TransformerEngine's do: those of inputs and
-    weights when its forward pass of a micro-batch in training ends, those of gradients when its backward pass does."""
+    """Lets the delayed scales of a decoder's emulated layers move as TransformerEngine's do: those
+    of inputs and weights when its forward pass of a micro-batch in training ends, those of
+    gradients when its backward pass does."""
     layers = list(scalings(decoder).values())
     if not layers or not layers[0].scales:
         return
@@ -168,10 +199,13 @@ def follow_micro_batches(decoder: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def update(scales: list[DelayedScale]) -> None:
-    """Moves scales by the largest entries that any tensor-, context- or data-parallel rank has noted. A collective."""
+    """Moves scales by the largest entries that any tensor-, context- or data-parallel rank has
+    noted. A collective."""
     largest = torch.stack([scale.history_A[0] for scale in scales])
     dist.all_reduce(
-        largest, dist.ReduceOp.MAX, group=parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        largest,
+        dist.ReduceOp.MAX,
+        group=parallel_state.get_amax_reduction_group(with_context_parallel=True),
     )
     for scale, amax in zip(scales, largest, strict=True):
         scale.update(amax)

@@ -1,8 +1,9 @@
-"""FP8 as a layer converter: TransformerEngine's layers, told by Megatron's configuration and proven, or ours, emulated.
+"""FP8 as a layer converter: TransformerEngine's layers, told by Megatron's configuration and
+proven, or ours, emulated.
 
-The state of delayed scaling, scales and the largest entries of earlier micro-batches, is agreed on by all tensor-,
-context- and data-parallel ranks of a stage. Read in TransformerEngine 2.11.0 and megatron-core 0.19.2; on
-a GPU it has run on one rank (docs/fp8.md).
+The state of delayed scaling, scales and the largest entries of earlier micro-batches, is agreed on
+by all tensor-, context- and data-parallel ranks of a stage. Read in TransformerEngine 2.11.0 and
+megatron-core 0.19.2; on a GPU it has run on one rank (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed":
 _CAPABILITY = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9)}
 _BLOCKWISE_CUDA = (12, 9)
 _CODES_THAT_MAY_DIFFER = 0.005
-"""A scale may be rounded in another order, and decides for values of bf16 that lie midway between two codes: one last
-bit of all scales changes 0.1 to 0.4 % of the codes; another recipe changes a quarter."""
+"""A scale may be rounded in another order, and decides for values of bf16 that lie midway between
+two codes: one last bit of all scales changes 0.1 to 0.4 % of the codes; another recipe changes a
+quarter."""
 
 
 class FP8Unavailable(RuntimeError):
@@ -46,13 +48,15 @@ def _device_problems(recipe: Recipe) -> list[str]:
     capability, needed = torch.cuda.get_device_capability(), _CAPABILITY[recipe.name]
     if capability < needed:
         problems.append(
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
-            f"fp8.recipe {recipe.name} needs {needed[0]}.{needed[1]}"
+            f"{torch.cuda.get_device_name()} has compute capability "
+            f"{capability[0]}.{capability[1]}, fp8.recipe {recipe.name} needs "
+            f"{needed[0]}.{needed[1]}"
         )
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     if recipe.blockwise and cuda < _BLOCKWISE_CUDA:
         problems.append(
-            f"torch is built for CUDA {torch.version.cuda}, fp8.recipe blockwise needs 12.9 (or use fp8.recipe current)"
+            f"torch is built for CUDA {torch.version.cuda}, fp8.recipe blockwise needs 12.9 (or "
+            "use fp8.recipe current)"
         )
     return problems
 
@@ -80,13 +84,17 @@ def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
     if recipe.delayed:
         return []
     made = getattr(taken, classes[recipe.name])()
-    pow2 = {bool(getattr(made, name).power_2_scale) for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight")}
+    pow2 = {
+        bool(getattr(made, name).power_2_scale)
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight")
+    }
     if pow2 == {recipe.pow2}:
         return []
     variables = " ".join(f"{name}={os.environ.get(name)!r}" for name in recipe.environment)
     return [
-        f"TransformerEngine was imported with scales that are {'not ' if recipe.pow2 else ''}powers of two, fp8.scales "
-        f"is {recipe.scales} ({variables}): something imported it before these variables were set"
+        "TransformerEngine was imported with scales that are "
+        f"{'not ' if recipe.pow2 else ''}powers of two, fp8.scales is {recipe.scales} "
+        f"({variables}): something imported it before these variables were set"
     ]
 
 
@@ -95,15 +103,17 @@ def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
-    """That the layers of a decoder which has computed once did so in FP8, and no others. ``first_layer``: its first
-    one's number among ``num_layers``. Raises FP8Unavailable: a layer is of another type, or its weight has other
-    codes."""
+    """That the layers of a decoder which has computed once did so in FP8, and no others.
+    ``first_layer``: its first one's number among ``num_layers``. Raises FP8Unavailable: a layer is
+    of another type, or its weight has other codes."""
     proven: set[str] = set()
     problems = []
     for path, module in linear_layers(decoder).items():
         number = first_layer + int(path.split(".")[1])
         kind = path.rpartition(".")[2]
-        wanted = not recipe.bf16_layers.has(number, num_layers) and (recipe.modules == "all" or is_of_mlp(path))
+        wanted = not recipe.bf16_layers.has(number, num_layers) and (
+            recipe.modules == "all" or is_of_mlp(path)
+        )
         problems += _type_problems(path, module, wanted, recipe.emulate)
         if wanted and not recipe.emulate and kind not in proven:
             proven.add(kind)
@@ -116,14 +126,16 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
 
 
 def _type_problems(path: str, module: torch.nn.Module, wanted: bool, emulate: bool) -> list[str]:
-    # emulated ones have a scaling; TransformerEngine's say whether their last pass was FP8 (base.py: init_fp8_metadata)
+    # emulated ones have a scaling; TransformerEngine's say whether their last pass was FP8
+    # (base.py: init_fp8_metadata)
     right = (hasattr(module, "scaling") if emulate else getattr(module, "fp8", False)) == wanted
     does = "does not compute" if wanted else "does compute"
     return [] if right else [f"{path} is a {type(module).__name__}, which {does} in FP8"]
 
 
 def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[str]:
-    """Whether the FP8 copy of its weight that a layer has kept from its last pass has the recipe's codes."""
+    """Whether the FP8 copy of its weight that a layer has kept from its last pass has the recipe's
+    codes."""
     kept = getattr(module, "_fp8_workspaces", {}).get("weight")
     if kept is None:
         return [f"{path} has kept no FP8 copy of its weight: it has not computed in FP8"]
@@ -133,7 +145,10 @@ def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[s
     want = Products(recipe).codes("w", weight, scale=scale).codes_RC.view(torch.uint8)
     share = (got.view(torch.uint8)[: want.shape[0], : want.shape[1]] != want).float().mean().item()
     if share > _CODES_THAT_MAY_DIFFER:
-        return [f"{path}: {share:.1%} of its weight's FP8 codes are not those of the recipe {recipe.label}"]
+        return [
+            f"{path}: {share:.1%} of its weight's FP8 codes are not those of the recipe "
+            f"{recipe.label}"
+        ]
     return []
 
 
@@ -154,9 +169,13 @@ class FP8Layers(LayerConverter):
     def environment(self) -> dict[str, str]:
         env = dict(self.recipe.environment)
         if (toolkit := wheel_folder()) is not None:
-            # TransformerEngine 2.11 compiles kernels of quantization while it runs, and looks for CUDA 12's wheels only
-            # (its common/__init__.py:239). Not CUDA_HOME: by that it would load other libraries than torch's.
-            env["NVTE_CUDA_INCLUDE_DIR"] = os.environ.get("NVTE_CUDA_INCLUDE_DIR", str(toolkit / "include"))
+            # TransformerEngine 2.11 compiles kernels of quantization while it runs, and looks for
+            # CUDA 12's wheels only
+            # (its common/__init__.py:239). Not CUDA_HOME: by that it would load other libraries
+            # than torch's.
+            env["NVTE_CUDA_INCLUDE_DIR"] = os.environ.get(
+                "NVTE_CUDA_INCLUDE_DIR", str(toolkit / "include")
+            )
         return env
 
     def require(self) -> None:
@@ -165,7 +184,8 @@ class FP8Layers(LayerConverter):
             return
         if problems := [*_device_problems(self.recipe), *_library_problems(self.recipe)]:
             raise FP8Unavailable(
-                f"fp8.enable (recipe {self.recipe.label}) is not possible on {socket.gethostname()}:\n"
+                f"fp8.enable (recipe {self.recipe.label}) is not possible on "
+                f"{socket.gethostname()}:\n"
                 + "\n".join(f"- {problem}" for problem in problems)
                 + "\nmend that, or study the recipe with --fp8.emulate, or leave fp8.enable out"
             )
@@ -195,7 +215,11 @@ class FP8Layers(LayerConverter):
 
         for path, owner in linears(layer):
             name, chosen = path.rpartition(".")[2], self.recipe.modules == "all" or is_of_mlp(path)
-            if self.recipe.emulate and chosen and not self.recipe.bf16_layers.has(number, num_layers):
+            if (
+                self.recipe.emulate
+                and chosen
+                and not self.recipe.bf16_layers.has(number, num_layers)
+            ):
                 setattr(owner, name, emulated(getattr(owner, name), self.recipe))
             elif not (self.recipe.emulate or chosen):
                 setattr(owner, name, without_fp8(getattr(owner, name)))
@@ -213,9 +237,10 @@ class FP8Layers(LayerConverter):
             prove(chunk.decoder, self.recipe, first, chunk.config.num_layers)
 
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence: at scale
-        1 most weights are too small for FP8, and forward-only passes never move a scale. Emulated layers multiply
-        without rounding meanwhile; TransformerEngine's cannot, so that only their second pass has scales that fit."""
+        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed
+        sequence: at scale 1 most weights are too small for FP8, and forward-only passes never move
+        a scale. Emulated layers multiply without rounding meanwhile; TransformerEngine's cannot, so
+        that only their second pass has scales that fit."""
         from openrlhf_ext.megatron.layers.emulated import scalings
 
         if not self.recipe.delayed:
@@ -237,8 +262,8 @@ class FP8Layers(LayerConverter):
                 tensor[:-1].zero_()  # the other micro-batches were the same
 
     def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-        """fp32 scales and histories by ``layers.<number in the whole model>.<layer>.<what>``, of 'delayed' only.
-        TransformerEngine's exist from the first forward pass on."""
+        """fp32 scales and histories by ``layers.<number in the whole model>.<layer>.<what>``, of
+        'delayed' only. TransformerEngine's exist from the first forward pass on."""
         found: dict[str, Tensor] = {}
         for chunk in chunks:
             for path, layer in linear_layers(chunk.decoder).items():
@@ -248,9 +273,10 @@ class FP8Layers(LayerConverter):
         return found
 
     def piece_unit(self, pieces: int) -> int:
-        """TransformerEngine 2.11 takes multiples of 8 rows, of 16 where rows are summed over (the gradient of a
-        weight), and whole blocks of 128 rows that sequence parallelism gathers (``assert_dim_for_all_gather``,
-        float8_blockwise_tensor.py:216). The emulation takes the same, so that the packs are."""
+        """TransformerEngine 2.11 takes multiples of 8 rows, of 16 where rows are summed over (the
+        gradient of a weight), and whole blocks of 128 rows that sequence parallelism gathers
+        (``assert_dim_for_all_gather``, float8_blockwise_tensor.py:216). The emulation takes the
+        same, so that the packs are."""
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
     def kept_per_weight(self, parameter: str, number: int, num_layers: int) -> int:
@@ -267,8 +293,9 @@ class FP8Layers(LayerConverter):
 
 
 def without_fp8(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """TransformerEngine's layer as it is outside of FP8, within too: Megatron enters FP8 for whole layers, or for the
-    whole decoder, where scales are moved by the outermost context alone (quantization.py:600 of 2.11)."""
+    """TransformerEngine's layer as it is outside of FP8, within too: Megatron enters FP8 for whole
+    layers, or for the whole decoder, where scales are moved by the outermost context alone
+    (quantization.py:600 of 2.11)."""
 
     def forward(self: torch.nn.Module, *args: Any, **named: Any) -> Any:
         from transformer_engine.pytorch import fp8_autocast  # type: ignore[import-not-found]

@@ -1,5 +1,5 @@
-"""Low-rank adapters (``layers.adapted``) as a layer converter, which the driver can name: megatron-core is imported
-late."""
+"""Low-rank adapters (``layers.adapted``) as a layer converter, which the driver can name:
+megatron-core is imported late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoRALayers(LayerConverter):
-    """The base's weights are frozen, what is trained are adapters of its linear layers. New ones are drawn with the
+    """The base's weights are frozen, what is trained are adapters of its linear layers. New ones
+    are drawn with the
     ``seed``, if there is no ``path`` of a peft adapter to start from."""
 
     adapter: Adapter

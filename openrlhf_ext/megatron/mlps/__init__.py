@@ -1,6 +1,7 @@
 """The kinds of MLP that a decoder layer may have: one file each. A family names its kind.
 
-Configuration and driver ask a kind too, so it imports neither torch nor Megatron before a model is built.
+Configuration and driver ask a kind too, so it imports neither torch nor Megatron before a model is
+built.
 """
 
 from __future__ import annotations
@@ -18,24 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MLP(ABC):
-    """What the rest of the package asks of every kind. Its fields have the names and values of ``ModelShape``'s."""
+    """What the rest of the package asks of every kind. Its fields have the names and values of
+    ``ModelShape``'s."""
 
     # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
     entries: ClassVar[dict[str, tuple[str, int]]]
     is_mixture: ClassVar[bool] = False
-    recompute_module: ClassVar[Literal["mlp", "moe"]] = "mlp"  # of ``megatron.recompute_modules``, for this kind
-    flags: ClassVar[dict[str, str]] = {}  # field of ``ModelShape`` -> its entry of config.json, true or false
-    # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which it builds them;
+    # of ``megatron.recompute_modules``, for this kind
+    recompute_module: ClassVar[Literal["mlp", "moe"]] = "mlp"
+    # field of ``ModelShape`` -> its entry of config.json, true or false
+    flags: ClassVar[dict[str, str]] = {}
+    # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which
+    # it builds them;
     # ``{expert}`` stands for the number of an expert on its rank
     parameters: ClassVar[dict[str, tuple[Any, ...]]]
-    # what most families call the tensors, in the order in which they are exported; ``{expert}``: number of an expert
+    # what most families call the tensors, in the order in which they are exported; ``{expert}``:
+    # number of an expert
     names: ClassVar[dict[str, tuple[str, ...]]]
 
     hidden_size: int
 
     @staticmethod
     def problems(config: Mapping[str, Any]) -> Iterator[str]:
-        """Settings of a ``config.json`` (``Family.usual``) that this kind cannot build, one text for each."""
+        """Settings of a ``config.json`` (``Family.usual``) that this kind cannot build, one text
+        for each."""
         if config["hidden_act"] != "silu":
             yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
 
@@ -65,17 +72,20 @@ class MLP(ABC):
         return 0
 
     @abstractmethod
-    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
-        """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``: of an entry of the
-        down projection's input."""
+    def activation_bytes(
+        self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int
+    ) -> int:
+        """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``:
+        of an entry of the down projection's input."""
 
     def moved_bytes(self, entry: int) -> int:
-        """Bytes of the GPU's memory that a layer's forward pass writes and reads for each token and entry of its hidden
-        state because tokens go to experts."""
+        """Bytes of the GPU's memory that a layer's forward pass writes and reads for each token and
+        entry of its hidden state because tokens go to experts."""
         return 0
 
     def exchange_bytes(self, tokens: int, layout: ParallelLayout, entry: int) -> int:
-        """Bytes that a layer's pass holds for a while, beside what autograd keeps, because tokens go to experts."""
+        """Bytes that a layer's pass holds for a while, beside what autograd keeps, because tokens
+        go to experts."""
         return 0
 
     @abstractmethod
@@ -84,11 +94,14 @@ class MLP(ABC):
 
     @staticmethod
     @abstractmethod
-    def submodules(norm: type, norm_linear: type, column_linear: type, row_linear: type) -> dict[str, Any]:
-        """The MLP's part of the submodules of our layers, made of these: ``norm_linear`` is a column-parallel linear
-        with a norm before it."""
+    def submodules(
+        norm: type, norm_linear: type, column_linear: type, row_linear: type
+    ) -> dict[str, Any]:
+        """The MLP's part of the submodules of our layers, made of these: ``norm_linear`` is a
+        column-parallel linear with a norm before it."""
 
     @classmethod
     @abstractmethod
     def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:
-        """TransformerEngine's layer with this MLP, from Megatron's dense one. Raises ValueError: it cannot have it."""
+        """TransformerEngine's layer with this MLP, from Megatron's dense one. Raises ValueError: it
+        cannot have it."""

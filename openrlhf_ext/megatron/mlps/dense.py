@@ -1,4 +1,5 @@
-"""The MLP of a dense layer: gate and up in one product behind the norm, SiLU of the gate times up, then down."""
+"""The MLP of a dense layer: gate and up in one product behind the norm, SiLU of the gate times up,
+then down."""
 
 from __future__ import annotations
 
@@ -42,26 +43,45 @@ class DenseMLP(MLP):
     def token_weights(self) -> int:
         return 3 * self.hidden_size * self.ffn_hidden_size
 
-    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
-        return tokens * self.ffn_hidden_size // layout.tensor_parallel_size * (2 * entry + linear_input)
+    def activation_bytes(
+        self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int
+    ) -> int:
+        return (
+            tokens
+            * self.ffn_hidden_size
+            // layout.tensor_parallel_size
+            * (2 * entry + linear_input)
+        )
 
     def megatron_arguments(self) -> dict[str, Any]:
         from torch.nn.functional import silu
 
-        return {"ffn_hidden_size": self.ffn_hidden_size, "gated_linear_unit": True, "activation_func": silu}
+        return {
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "gated_linear_unit": True,
+            "activation_func": silu,
+        }
 
     @staticmethod
-    def submodules(norm: type, norm_linear: type, column_linear: type, row_linear: type) -> dict[str, Any]:
+    def submodules(
+        norm: type, norm_linear: type, column_linear: type, row_linear: type
+    ) -> dict[str, Any]:
         from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.mlp import MLP as MegatronMLP
         from megatron.core.transformer.mlp import MLPSubmodules
 
         linears = MLPSubmodules(linear_fc1=norm_linear, linear_fc2=row_linear)
-        return {"pre_mlp_layernorm": IdentityOp, "mlp": partial(MegatronMLP.as_mlp_submodule, submodules=linears)}
+        return {
+            "pre_mlp_layernorm": IdentityOp,
+            "mlp": partial(MegatronMLP.as_mlp_submodule, submodules=linears),
+        }
 
     @classmethod
     def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:
         if cls.submodules is not DenseMLP.submodules:
-            why = f"TransformerEngine's layers have a dense MLP, not {cls.__name__}: megatron.param_dtype fp32"
+            why = (
+                f"TransformerEngine's layers have a dense MLP, not {cls.__name__}: "
+                "megatron.param_dtype fp32"
+            )
             raise ValueError(f"{why} gives plain layers, which have it")
         return layer

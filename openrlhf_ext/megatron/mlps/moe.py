@@ -1,6 +1,7 @@
-"""A mixture of experts: of every token's router logits the largest ``experts_per_token`` choose as many experts, whose
-outputs are weighted by a softmax. Each expert is a dense MLP of width ``ffn_hidden_size``. ``SharedMoE`` has one more,
-which sees every token, times the sigmoid of its gate."""
+"""A mixture of experts: of every token's router logits the largest ``experts_per_token`` choose as
+many experts, whose outputs are weighted by a softmax. Each expert is a dense MLP of width
+``ffn_hidden_size``. ``SharedMoE`` has one more, which sees every token, times the sigmoid of its
+gate."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
     from openrlhf_ext.megatron.layout import ParallelLayout
 
 FULLEST_RANK = 1.3
-"""Tokens of the fullest rank over those of the mean one, where experts are dealt over ranks: assumed. Nothing balances
-experts here; if their loads differ by as much as they are on average, those of a rank with 16 do by a quarter of that,
-and the fullest of 8 such ranks has 1.36 of the mean in one layer, 1.05 in 48 together."""
+"""Tokens of the fullest rank over those of the mean one, where experts are dealt over ranks:
+assumed. Nothing balances experts here; if their loads differ by as much as they are on average,
+those of a rank with 16 do by a quarter of that, and the fullest of 8 such ranks has 1.36 of the
+mean in one layer, 1.05 in 48 together."""
 _EXCHANGED = 4
-"""Copies of a token's hidden state that a layer holds for a while for each of its experts: permuted, received, and the
-expert's result as it was computed and sorted back (megatron-core 0.19.2 transformer/moe/moe_layer.py, whose forward
-pass has names for them until it returns)."""
+"""Copies of a token's hidden state that a layer holds for a while for each of its experts:
+permuted, received, and the expert's result as it was computed and sorted back (megatron-core 0.19.2
+transformer/moe/moe_layer.py, whose forward pass has names for them until it returns)."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,26 @@ class MoE(MLP):
         yield from MLP.problems(config)
         if config["num_experts_per_tok"] > config["num_experts"]:
             yield (
-                f"num_experts_per_tok must not exceed num_experts, got {config['num_experts_per_tok']} of "
-                f"{config['num_experts']}"
+                "num_experts_per_tok must not exceed num_experts, got "
+                f"{config['num_experts_per_tok']} of {config['num_experts']}"
             )
         if config["num_experts_per_tok"] == 1 and config["norm_topk_prob"]:
-            yield "num_experts_per_tok must be at least 2 with norm_topk_prob, whose one weight is always 1, got 1"
-        # transformers: layer i has a dense MLP if it is named here, or if i + 1 is no multiple of the step
+            yield (
+                "num_experts_per_tok must be at least 2 with norm_topk_prob, whose one weight "
+                "is always 1, got 1"
+            )
+        # transformers: layer i has a dense MLP if it is named here, or if i + 1 is no multiple of
+        # the step
         if config.get("mlp_only_layers"):
-            yield f"mlp_only_layers must be empty, all layers being alike, got {config['mlp_only_layers']}"
+            yield (
+                "mlp_only_layers must be empty, all layers being alike, got "
+                f"{config['mlp_only_layers']}"
+            )
         if config.get("decoder_sparse_step", 1) != 1:
-            yield f"decoder_sparse_step must be 1, all layers being alike, got {config['decoder_sparse_step']}"
+            yield (
+                "decoder_sparse_step must be 1, all layers being alike, got "
+                f"{config['decoder_sparse_step']}"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -82,7 +94,9 @@ class MoE(MLP):
 
     @property
     def token_weights(self) -> int:
-        return self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.ffn_hidden_size)
+        return self.hidden_size * (
+            self.num_experts + 3 * self.experts_per_token * self.ffn_hidden_size
+        )
 
     @property
     def expert_weights(self) -> int:
@@ -90,11 +104,19 @@ class MoE(MLP):
 
     @property
     def idle_weights(self) -> int:
-        return 3 * (self.num_experts - self.experts_per_token) * self.hidden_size * self.ffn_hidden_size
+        return (
+            3
+            * (self.num_experts - self.experts_per_token)
+            * self.hidden_size
+            * self.ffn_hidden_size
+        )
 
-    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
+    def activation_bytes(
+        self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int
+    ) -> int:
         return self._routing_bytes(layout.rows(tokens), entry) + self._computed(tokens, layout) * (
-            entry * (self.hidden_size + 1) + self.ffn_hidden_size // layout.expert_tensor * (2 * entry + linear_input)
+            entry * (self.hidden_size + 1)
+            + self.ffn_hidden_size // layout.expert_tensor * (2 * entry + linear_input)
         )  # what goes into an expert, its weight, and what a dense MLP keeps
 
     def moved_bytes(self, entry: int) -> int:
@@ -104,8 +126,8 @@ class MoE(MLP):
         return _EXCHANGED * entry * self.hidden_size * self._computed(tokens, layout)
 
     def _routing_bytes(self, rows: int, entry: int) -> int:
-        """The softmax in fp32, of all logits or of the chosen ones; weights and choice as a table of all experts; the
-        chosen experts, and the order in which tokens go to them."""
+        """The softmax in fp32, of all logits or of the chosen ones; weights and choice as a table
+        of all experts; the chosen experts, and the order in which tokens go to them."""
         softmax = self.experts_per_token if self.renormalizes else self.num_experts
         return rows * (4 * softmax + (entry + 1) * self.num_experts + 16 * self.experts_per_token)
 
@@ -118,19 +140,29 @@ class MoE(MLP):
         from torch.nn.functional import silu
 
         return {
-            "gated_linear_unit": True, "activation_func": silu, "ffn_hidden_size": self.ffn_hidden_size,
-            "moe_ffn_hidden_size": self.ffn_hidden_size, "num_moe_experts": self.num_experts,
-            "moe_router_topk": self.experts_per_token, "moe_router_score_function": "softmax",
+            "gated_linear_unit": True,
+            "activation_func": silu,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "moe_ffn_hidden_size": self.ffn_hidden_size,
+            "num_moe_experts": self.num_experts,
+            "moe_router_topk": self.experts_per_token,
+            "moe_router_score_function": "softmax",
             # a softmax of the chosen logits is that of all, renormalized
             "moe_router_pre_softmax": not self.renormalizes,
-            "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
-        }  # fmt: skip
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+        }
 
     @staticmethod
-    def submodules(norm: type, norm_linear: type, column_linear: type, row_linear: type) -> dict[str, Any]:
+    def submodules(
+        norm: type, norm_linear: type, column_linear: type, row_linear: type
+    ) -> dict[str, Any]:
         from openrlhf_ext.megatron.model.experts import mixture_spec, plain_linears
 
-        return {"pre_mlp_layernorm": norm, "mlp": mixture_spec(plain_linears(), column_linear, row_linear)}
+        return {
+            "pre_mlp_layernorm": norm,
+            "mlp": mixture_spec(plain_linears(), column_linear, row_linear),
+        }
 
     @classmethod
     def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:
@@ -175,12 +207,18 @@ class SharedMoE(MoE):
     def token_weights(self) -> int:
         return super().token_weights + self.hidden_size * (1 + 3 * self.shared_ffn_hidden_size)
 
-    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
+    def activation_bytes(
+        self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int
+    ) -> int:
         width = self.shared_ffn_hidden_size // layout.tensor_parallel_size
         shared = tokens * width * (2 * entry + linear_input)
-        gated = layout.rows(tokens) * (self.hidden_size + 1) * entry  # the expert's output, and its gate
+        # the expert's output, and its gate
+        gated = layout.rows(tokens) * (self.hidden_size + 1) * entry
         return super().activation_bytes(tokens, layout, entry, linear_input) + shared + gated
 
     def megatron_arguments(self) -> dict[str, Any]:
-        more = {"moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size, "moe_shared_expert_gate": True}
+        more = {
+            "moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size,
+            "moe_shared_expert_gate": True,
+        }
         return {**super().megatron_arguments(), **more}

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.inputs import NUMBER, TEXT, InputError, Kind, check, is_integer, list_of, read_json
+from openrlhf_ext.inputs import (
+    NUMBER,
+    TEXT,
+    InputError,
+    Kind,
+    check,
+    is_integer,
+    list_of,
+    read_json,
+)
 from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.options.sections.models import Lora
 
@@ -26,7 +35,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """What peft's ``LoraConfig`` calls r, lora_alpha, lora_dropout and target_modules, these by name."""
+    """What peft's ``LoraConfig`` calls r, lora_alpha, lora_dropout and target_modules, these by
+    name."""
 
     rank: int
     alpha: float
@@ -41,16 +51,27 @@ class Adapter:
     def options(self) -> dict[str, Any]:
         """What has to be the same for adapters to be trained on, by the names of the options."""
         return {
-            "ds.lora.rank": self.rank, "ds.lora.alpha": self.alpha, "ds.lora.target_modules": list(self.targets)
-        }  # fmt: skip
+            "ds.lora.rank": self.rank,
+            "ds.lora.alpha": self.alpha,
+            "ds.lora.target_modules": list(self.targets),
+        }
 
     def config(self, base: str) -> dict[str, Any]:
-        """Entries of ``adapter_config.json``, from which peft and vLLM load an adapter of the checkpoint ``base``."""
+        """Entries of ``adapter_config.json``, from which peft and vLLM load an adapter of the
+        checkpoint ``base``."""
         return {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": self.rank,
-            "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": list(self.targets),
-            "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
-        }  # fmt: skip
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.targets),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+        }
 
 
 def module_name(hf_name: str) -> str:
@@ -59,8 +80,8 @@ def module_name(hf_name: str) -> str:
 
 
 def linear_modules(family: Family) -> tuple[str, ...]:
-    """Those that peft's ``all-linear`` means: every linear of a decoder layer; of a mixture of experts, whose adapters
-    no engine computes, attention's."""
+    """Those that peft's ``all-linear`` means: every linear of a decoder layer; of a mixture of
+    experts, whose adapters no engine computes, attention's."""
     matrices = [rule for rule in family.layer_rules if rule.columns is not None]
     if family.mlp.is_mixture:
         matrices = [rule for rule in matrices if ".self_attention." in rule.parameter]
@@ -68,7 +89,8 @@ def linear_modules(family: Family) -> tuple[str, ...]:
 
 
 def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[str, ...]:
-    """The names that ``target_modules`` means, in the model's order. Raises InputError: the model has no such ones."""
+    """The names that ``target_modules`` means, in the model's order. Raises InputError: the model
+    has no such ones."""
     known = linear_modules(family)
     asked = {targets} if isinstance(targets, str) else set(targets)
     if asked == {ALL_LINEAR}:
@@ -76,16 +98,20 @@ def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[st
     if not asked or (unknown := sorted(asked - set(known))):
         found = "none" if not asked else ", ".join(unknown)
         why = "; adapters of a mixture's experts are not built" if family.mlp.is_mixture else ""
-        raise InputError(f"target modules must be {ALL_LINEAR} or some of {', '.join(known)}, got {found}{why}")
+        raise InputError(
+            f"target modules must be {ALL_LINEAR} or some of {', '.join(known)}, got {found}{why}"
+        )
     return tuple(name for name in known if name in asked)
 
 
 def chosen_adapter(lora: Lora, family: Family) -> Adapter:
-    """What ``ds.lora.*`` ask for. Raises InputError: modules that the model lacks, another adapter than the options
-    say."""
+    """What ``ds.lora.*`` ask for. Raises InputError: modules that the model lacks, another adapter
+    than the options say."""
     asked = None
     if lora.rank:
-        asked = Adapter(lora.rank, lora.alpha, lora.dropout, resolved_targets(lora.target_modules, family))
+        asked = Adapter(
+            lora.rank, lora.alpha, lora.dropout, resolved_targets(lora.target_modules, family)
+        )
     if lora.path is None:
         assert asked is not None, "adapters are asked for"
         return asked
@@ -94,32 +120,47 @@ def chosen_adapter(lora: Lora, family: Family) -> Adapter:
         raise InputError(
             f"the adapter in {lora.path} has rank {found.rank}, alpha {found.alpha:g} and modules "
             f"{', '.join(found.targets)}, the options say {asked.rank}, {asked.alpha:g} and "
-            f"{', '.join(asked.targets)}: leave ds.lora.rank, alpha and target_modules out, they are the adapter's"
+            f"{', '.join(asked.targets)}: leave ds.lora.rank, alpha and target_modules out, they "
+            "are the adapter's"
         )
     return found
 
 
 def read_adapter(path: str | Path, family: Family) -> Adapter:
-    """Of a peft checkpoint. Raises InputError: it is none, or is more than a plain LoRA adapter of linear modules."""
+    """Of a peft checkpoint. Raises InputError: it is none, or is more than a plain LoRA adapter of
+    linear modules."""
     path = Path(path)
     if not path.is_dir():
-        raise InputError(f"{path} is no folder: give one with {CONFIG} and {WEIGHTS}, as peft writes it")
+        raise InputError(
+            f"{path} is no folder: give one with {CONFIG} and {WEIGHTS}, as peft writes it"
+        )
     entries = read_json(path / CONFIG)
     targets = TEXT if isinstance(entries.get("target_modules"), str) else list_of(TEXT)
     check(
-        entries, str(path / CONFIG), {"r": _RANK, "lora_alpha": NUMBER, "target_modules": targets},
+        entries,
+        str(path / CONFIG),
+        {"r": _RANK, "lora_alpha": NUMBER, "target_modules": targets},
         {"lora_dropout": NUMBER},
-    )  # fmt: skip
-    if more := [f"{name} {json.dumps(entries[name])}" for name, plain in _PLAIN.items()
-                if name in entries and entries[name] not in plain]:  # fmt: skip
-        raise InputError(f"{path / CONFIG}: only plain LoRA adapters are built, this one has {', '.join(more)}")
+    )
+    if more := [
+        f"{name} {json.dumps(entries[name])}"
+        for name, plain in _PLAIN.items()
+        if name in entries and entries[name] not in plain
+    ]:
+        raise InputError(
+            f"{path / CONFIG}: only plain LoRA adapters are built, this one has {', '.join(more)}"
+        )
     try:
         named = entries["target_modules"]
         # peft may list every module by its path; whether all layers have it, the tensors show
-        names = resolved_targets(named if isinstance(named, str) else {n.split(".")[-1] for n in named}, family)
+        names = resolved_targets(
+            named if isinstance(named, str) else {n.split(".")[-1] for n in named}, family
+        )
     except InputError as error:
         raise InputError(f"{path / CONFIG}: {error}") from error
-    return Adapter(entries["r"], entries["lora_alpha"], float(entries.get("lora_dropout", 0.0)), names)
+    return Adapter(
+        entries["r"], entries["lora_alpha"], float(entries.get("lora_dropout", 0.0)), names
+    )
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -129,9 +170,15 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def base_of(adapter: str | Path) -> str:
-    """The folder of the checkpoint that an adapter belongs to, as it says. Raises InputError: it is not here."""
-    base = read_json(Path(adapter) / CONFIG, {"base_model_name_or_path": TEXT})["base_model_name_or_path"]
+    """The folder of the checkpoint that an adapter belongs to, as it says. Raises InputError: it is
+    not here."""
+    base = read_json(Path(adapter) / CONFIG, {"base_model_name_or_path": TEXT})[
+        "base_model_name_or_path"
+    ]
     if not Path(base).is_dir():
-        remedy = f"openrlhf-ext convert --merge {adapter} --base FOLDER --to WHOLE makes a checkpoint that needs none"
+        remedy = (
+            f"openrlhf-ext convert --merge {adapter} --base FOLDER --to WHOLE makes a checkpoint "
+            "that needs none"
+        )
         raise InputError(f"the base of {adapter} is {base}, which is no folder here: {remedy}")
     return base

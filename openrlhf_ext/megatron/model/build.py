@@ -1,4 +1,5 @@
-"""Builds the policy's decoder as a megatron-core GPTModel that ends in hidden states instead of logits."""
+"""Builds the policy's decoder as a megatron-core GPTModel that ends in hidden states instead of
+logits."""
 
 from __future__ import annotations
 
@@ -28,22 +29,32 @@ from openrlhf_ext.megatron.step.batch import PackedBatch
 from openrlhf_ext.options.sections import Megatron
 
 logger = logging.getLogger(__name__)
-logging.getLogger(GPTModel.__module__).addFilter(lambda record: "GPTModel IS DEPRECATED" not in record.getMessage())
+logging.getLogger(GPTModel.__module__).addFilter(
+    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
 
 
 class HiddenStateGPTModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs.
+    """GPTModel whose last stage returns the final hidden states, so that the head sees only the
+    positions it needs.
     ``frequencies_D``: of its rotary embedding (``positions.rotary``)."""
 
     frequencies_D: Tensor
 
-    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs) -> tuple:
-        """The angles of the rotary embedding for every token of a pack that has no boundaries yet: from boundaries
-        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:198). Computed
-        anew: its own module keeps 32 tables of the longest sequences, 64 MiB each at 128k tokens."""
-        made = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
+    def _preprocess(
+        self, *, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs
+    ) -> tuple:
+        """The angles of the rotary embedding for every token of a pack that has no boundaries yet:
+        from boundaries Megatron would put them together twice in every layer
+        (models/common/embeddings/rope_utils.py:198). Computed
+        anew: its own module keeps 32 tables of the longest sequences, 64 MiB each at 128k
+        tokens."""
+        made = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs
+        )
         decoder_input, _, *others = made
-        self.frequencies_D = self.frequencies_D.to(position_ids.device)  # a buffer would be made bf16
+        # a buffer would be made bf16
+        self.frequencies_D = self.frequencies_D.to(position_ids.device)
         if packed_seq_params.cu_seqlens_q is None:
             return decoder_input, self._angles(position_ids[0])[:, None], *others
         table = torch.arange(packed_seq_params.max_seqlen_q, device=position_ids.device)
@@ -55,28 +66,34 @@ class HiddenStateGPTModel(GPTModel):
         return torch.cat((angles_LD, angles_LD), dim=-1)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        """(L, 1, H) final hidden states of this rank's tokens on the last stage, activations for the next elsewhere."""
+        """(L, 1, H) final hidden states of this rank's tokens on the last stage, activations for
+        the next elsewhere."""
         return hidden_states
 
     def _is_in_embd_group(self) -> bool:
-        """Whether the constructor copies the tied embedding between stages; not on the meta device, without values."""
+        """Whether the constructor copies the tied embedding between stages; not on the meta device,
+        without values."""
         return not next(self.parameters()).is_meta and super()._is_in_embd_group()
 
     def output_embedding(self) -> Tensor:
-        """(padded vocabulary / tp, H) this rank's shard of the output embedding (last stage only)."""
+        """(padded vocabulary / tp, H) this rank's shard of the output embedding (last stage
+        only)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 class ValueModel(HiddenStateGPTModel):
-    """The same decoder with a value head, (1, H) and the same on every tensor-parallel rank, in the place of the
-    vocabulary projection, and under its name, which Megatron's checkpoint code expects on the last stage."""
+    """The same decoder with a value head, (1, H) and the same on every tensor-parallel rank, in the
+    place of the vocabulary projection, and under its name, which Megatron's checkpoint code expects
+    on the last stage."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         if self.post_process:
-            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.output_layer = torch.nn.Linear(
+                config.hidden_size, 1, bias=False, dtype=config.params_dtype
+            )
 
 
 def transformer_config(
@@ -113,7 +130,8 @@ def transformer_config(
             layout.virtual_pipeline_size if layout.virtual_pipeline_size > 1 else None
         ),
         num_layers_in_first_pipeline_stage=layers[0] if is_uneven else None,
-        # of two stages it follows, and Megatron divides by the stages between (transformer_layer.py:172)
+        # of two stages it follows, and Megatron divides by the stages between
+        # (transformer_layer.py:172)
         num_layers_in_last_pipeline_stage=layers[-1] if is_uneven and len(layers) > 2 else None,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -122,11 +140,14 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         use_cpu_initialization=not on_gpu,
-        # not perform_initialization=False, with which no weight is marked as a tensor-parallel shard (layers.py:978)
+        # not perform_initialization=False, with which no weight is marked as a tensor-parallel
+        # shard (layers.py:978)
         init_method=_filled_later,
         output_layer_init_method=_filled_later,
         cuda_graph_modules=[],
-        gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of apex
+        # of apex
+        gradient_accumulation_fusion=on_gpu
+        and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         masked_softmax_fusion=False,
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
@@ -135,13 +156,18 @@ def transformer_config(
         **shape.mlp.megatron_arguments(),
         **_expert_arguments(shape, layout, uses_transformer_engine(dtype, converters)),
         **recompute_arguments(megatron),
-        **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
+        **{
+            name: value
+            for converter in converters
+            for name, value in converter.megatron_arguments().items()
+        },
     )
 
 
 def _expert_arguments(shape: ModelShape, layout: ParallelLayout, fused: bool) -> dict[str, Any]:
-    """``fused``: TransformerEngine's permutation adds the outputs of a token's experts in a fixed order, in fp32.
-    Megatron's own is ``scatter_add_``, which adds them in any order on a GPU and rounds each time."""
+    """``fused``: TransformerEngine's permutation adds the outputs of a token's experts in a fixed
+    order, in fp32. Megatron's own is ``scatter_add_``, which adds them in any order on a GPU and
+    rounds each time."""
     if not shape.num_experts:
         return {}
     return {
@@ -157,15 +183,22 @@ def _marks(chosen: Collection[int], count: int) -> list[int] | None:
 
 
 def _filled_later(weight: Tensor) -> Tensor:
-    """Random numbers would only take time: ``load_hf`` fills every parameter, or says which it cannot."""
+    """Random numbers would only take time: ``load_hf`` fills every parameter, or says which it
+    cannot."""
     return weight
 
 
 def recompute_arguments(megatron: Megatron) -> dict[str, Any]:
     chosen: dict[str, Any] = {"recompute_modules": list(megatron.recompute_modules)}
     if megatron.recompute == "full":
-        chosen = {"recompute_method": megatron.recompute_method, "recompute_num_layers": megatron.recompute_num_layers}
-    return {"recompute_granularity": None if megatron.recompute == "none" else megatron.recompute, **chosen}
+        chosen = {
+            "recompute_method": megatron.recompute_method,
+            "recompute_num_layers": megatron.recompute_num_layers,
+        }
+    return {
+        "recompute_granularity": None if megatron.recompute == "none" else megatron.recompute,
+        **chosen,
+    }
 
 
 class BrokenLibraryError(RuntimeError):
@@ -173,29 +206,34 @@ class BrokenLibraryError(RuntimeError):
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it cannot be used."""
+    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it
+    cannot be used."""
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     remedy = "mend or uninstall it: openrlhf-ext doctor says what is installed"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that cannot be loaded raises whatever its loader raises
-        # megatron-core would take it for absent (extensions/transformer_engine.py:74 catches ImportError)
+        # megatron-core would take it for absent (extensions/transformer_engine.py:74 catches
+        # ImportError)
         raise BrokenLibraryError(
-            f"TransformerEngine is installed and cannot be imported ({type(error).__name__}: {error}); {remedy}"
+            f"TransformerEngine is installed and cannot be imported ({type(error).__name__}: "
+            f"{error}); {remedy}"
         ) from error
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:
         raise BrokenLibraryError(
-            f"TransformerEngine can be imported, and megatron-core {version('megatron-core')} cannot use it; {remedy}"
+            f"TransformerEngine can be imported, and megatron-core {version('megatron-core')} "
+            f"cannot use it; {remedy}"
         )
     return True
 
 
 def uses_transformer_engine(dtype: torch.dtype, converters: Sequence[LayerConverter] = ()) -> bool:
-    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``). Its
-    attention over packed sequences is flash or cuDNN attention, neither of which takes fp32."""
+    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours
+    (``layer_spec``). Its attention over packed sequences is flash or cuDNN attention, neither of
+    which takes fp32."""
     return dtype == torch.bfloat16 and not _must_be_ours(converters) and has_transformer_engine()
 
 
@@ -204,8 +242,9 @@ def _must_be_ours(converters: Sequence[LayerConverter]) -> bool:
 
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
-    """What attention needs to know of a pack. ``fused_rope``: the rotary embedding is TransformerEngine's, which reads
-    the boundaries; Megatron's gets the angles of every token instead (``HiddenStateGPTModel._preprocess``)."""
+    """What attention needs to know of a pack. ``fused_rope``: the rotary embedding is
+    TransformerEngine's, which reads the boundaries; Megatron's gets the angles of every token
+    instead (``HiddenStateGPTModel._preprocess``)."""
     boundaries = part.boundaries if fused_rope else None
     # padding counts as part of its sequence: kernels that skip padding between sequences are few
     return PackedSequences(
@@ -222,10 +261,15 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
 
 
 def _spec(
-    config: TransformerConfig, mlp: type[MLP], vp_stage: int | None, converters: Sequence[LayerConverter] = ()
+    config: TransformerConfig,
+    mlp: type[MLP],
+    vp_stage: int | None,
+    converters: Sequence[LayerConverter] = (),
 ) -> TransformerBlockSubmodules:
     if uses_transformer_engine(config.params_dtype, converters):
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
 
         def theirs(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
             dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -236,17 +280,24 @@ def _spec(
     if torch.cuda.is_available() and not _must_be_ours(converters):
         why = "is not installed"
         if has_transformer_engine():
-            why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
+            why = (
+                f"has no attention over packed sequences in {config.params_dtype} "
+                "(megatron.param_dtype bf16 has)"
+            )
         what = "slower on a GPU"
         if config.num_moe_experts and config.moe_router_topk > 2:
-            what += ", and two passes of the same weights differ, since a token's experts are added up in any order"
+            what += (
+                ", and two passes of the same weights differ, since a token's experts are added up "
+                "in any order"
+            )
         logger.warning("layers: plain torch, %s, because TransformerEngine %s", what, why)
     return block_spec(config, mlp, vp_stage, converters)
 
 
 def give_whole_sequences(decoder: torch.nn.Module) -> None:
-    """Gives TransformerEngine's attention cores the boundaries of a pack, as their kernels need them (Megatron's rotary
-    embedding before them has none, see ``packed_sequences``), and whole sequences where these share prompts."""
+    """Gives TransformerEngine's attention cores the boundaries of a pack, as their kernels need
+    them (Megatron's rotary embedding before them has none, see ``packed_sequences``), and whole
+    sequences where these share prompts."""
 
     def enter(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         pack: PackedSequences = kwargs["packed_seq_params"]
@@ -268,22 +319,28 @@ def give_whole_sequences(decoder: torch.nn.Module) -> None:
 
 
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
-    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product. Not by
-    ``gradient_accumulation_fusion``: with that Megatron's own output layer refuses to be built without apex
-    (tensor_parallel/layers.py:1070)."""
+    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within
+    the product. Not by
+    ``gradient_accumulation_fusion``: with that Megatron's own output layer refuses to be built
+    without apex (tensor_parallel/layers.py:1070)."""
     for module in decoder.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
 
 
 def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
-    """The factors of embeddings and of what attention and MLP add to a layer's hidden states, where they are not 1."""
+    """The factors of embeddings and of what attention and MLP add to a layer's hidden states, where
+    they are not 1."""
     embedding, branch = shape.embedding_factor, shape.residual_factor
     if embedding != 1.0 and model.pre_process:
-        model.embedding.register_forward_hook(lambda _module, _args, embedded_LBH: embedded_LBH * embedding)
+        model.embedding.register_forward_hook(
+            lambda _module, _args, embedded_LBH: embedded_LBH * embedding
+        )
     if branch != 1.0:
 
-        def add(output_with_bias: tuple[Tensor, None], residual_LBH: Tensor, _dropout: float) -> Tensor:
+        def add(
+            output_with_bias: tuple[Tensor, None], residual_LBH: Tensor, _dropout: float
+        ) -> Tensor:
             return residual_LBH + output_with_bias[0] * branch
 
         for layer in model.decoder.layers:
@@ -291,8 +348,9 @@ def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
 
 
 def set_positions(model: HiddenStateGPTModel, shape: ModelShape, longest: int | None) -> None:
-    """The frequencies of the rotary embedding, and the factor of its cosines and sines, which Megatron computes by
-    YaRN's formula when it builds an attention (transformer/attention.py:326)."""
+    """The frequencies of the rotary embedding, and the factor of its cosines and sines, which
+    Megatron computes by YaRN's formula when it builds an attention
+    (transformer/attention.py:326)."""
     with torch.device("cpu"):
         model.frequencies_D, factor = positions.rotary(shape.rotary, shape.head_dim, longest)
     for layer in model.decoder.layers:
@@ -307,8 +365,9 @@ def build_model(
     converters: Sequence[LayerConverter] = (),
     longest: int | None = None,
 ) -> HiddenStateGPTModel:
-    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device. ``meta``: on the
-    default device instead, with our layer spec on every machine (``tools.plan``); ``longest``: as of
+    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
+    ``meta``: on the default device instead, with our layer spec on every machine (``tools.plan``);
+    ``longest``: as of
     ``positions.rotary``."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel

@@ -1,6 +1,6 @@
-"""What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses. Needs no
-torch. What Megatron builds is the same for all but for the kind of MLP (``megatron.mlps``): a decoder with RMS norms,
-rotary embedding, and grouped-query attention."""
+"""What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what
+it refuses. Needs no torch. What Megatron builds is the same for all but for the kind of MLP
+(``megatron.mlps``): a decoder with RMS norms, rotary embedding, and grouped-query attention."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from openrlhf_ext.megatron.model import positions
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Size = str
-"""What a dimension counts: 'one', or entries of the 'hidden' state, the 'vocab', one 'head', all 'queries', all 'keys',
-the rank of an 'adapter', or what the kind of MLP names (``ModelShape.sizes``)."""
+"""What a dimension counts: 'one', or entries of the 'hidden' state, the 'vocab', one 'head', all
+'queries', all 'keys', the rank of an 'adapter', or what the kind of MLP names
+(``ModelShape.sizes``)."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter and the HF tensors it is made of.
 
-    ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab' cuts dimension 0
-    after padding, 'qkv' interleaves query, key and value per group and cuts dimension 0 (a rank may get part of a
-    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
-    separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked;
-    'replicated' stacks its tensors. ``rows`` are those of each part, ``columns`` None of a vector. A part whose name is
-    empty has no tensor, and is zero. ``expert``: whose parameter it is, None: not an expert's; experts are dealt over
-    ranks of their own, and 'gate_up' and 'row' cut theirs over ranks of their own.
+    ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab'
+    cuts dimension 0 after padding, 'qkv' interleaves query, key and value per group and cuts
+    dimension 0 (a rank may get part of a
+    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts
+    gate and up separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each
+    part, or one of all parts stacked; 'replicated' stacks its tensors. ``rows`` are those of each
+    part, ``columns`` None of a vector. A part whose name is empty has no tensor, and is zero.
+    ``expert``: whose parameter it is, None: not an expert's; experts are dealt over ranks of their
+    own, and 'gate_up' and 'row' cut theirs over ranks of their own.
     """
 
     parameter: str
@@ -45,22 +48,27 @@ class Rule:
         return "{expert}" in self.parameter
 
     def at_expert(self, local: int, expert: int) -> Rule:
-        """The rule of one expert: ``local`` in Megatron's names, those of a rank, ``expert`` in the checkpoint's."""
+        """The rule of one expert: ``local`` in Megatron's names, those of a rank, ``expert`` in the
+        checkpoint's."""
         names = tuple(name.replace("{expert}", str(expert)) for name in self.hf_names)
         parameter = self.parameter.replace("{expert}", str(local))
         return replace(self, parameter=parameter, hf_names=names, expert=expert)
 
     def at_layer(self, local: int, layer: int) -> Rule:
-        """The rule of one layer: ``local`` in Megatron's names, ``layer`` in those of the checkpoint."""
+        """The rule of one layer: ``local`` in Megatron's names, ``layer`` in those of the
+        checkpoint."""
         names = tuple(name.replace("{layer}", str(layer)) for name in self.hf_names)
-        return replace(self, parameter=self.parameter.replace("{layer}", str(local)), hf_names=names)
+        return replace(
+            self, parameter=self.parameter.replace("{layer}", str(local)), hf_names=names
+        )
 
     @property
     def axis(self) -> int:
         return 1 if self.split == "row" else 0
 
 
-# the parameters that attention may have: how Megatron cuts them, their rows and columns, in the order of construction
+# the parameters that attention may have: how Megatron cuts them, their rows and columns, in the
+# order of construction
 _QKV: tuple[Size, ...] = ("queries", "keys", "keys")
 _ATTENTION: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
     "self_attention.linear_proj.weight": ("row", ("hidden",), "queries"),
@@ -84,7 +92,12 @@ QK_NORM = {
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
 }
 
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 _REFUSED = {
     "quantization_config": "only fp32, bf16 and fp16 weights are loaded",
     "dual_chunk_attention_config": "vLLM attends in chunks then, transformers does not: remove it from config.json",
@@ -100,15 +113,20 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class Family:
     """One family of decoders.
 
-    ``mlp``: the kind of its layers' MLPs (``megatron.mlps``); ``layer``: parameters of a decoder layer -> HF tensors
-    that they are made of, both named within the layer, in the order in which they are exported. A bias of the
-    query-key-value projection and norms of query and key are built if, and only if, they are named here.
-    ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its name;
-    ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent, null, false or empty
-    -> why, or what to do; ``required``: those that have to be absent or true -> why; ``factors``: fields of
-    ``ModelShape`` -> the positive numbers that they are read from. ``window_switch``: ``sliding_window`` holds only
-    where ``use_sliding_window`` is true; ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary
-    embedding, or every ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
+    ``mlp``: the kind of its layers' MLPs (``megatron.mlps``); ``layer``: parameters of a decoder
+    layer -> HF tensors that they are made of, both named within the layer, in the order in which
+    they are exported. A bias of the query-key-value projection and norms of query and key are built
+    if, and only if, they are named here.
+    ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its
+    name;
+    ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent,
+    null, false or empty
+    -> why, or what to do; ``required``: those that have to be absent or true -> why; ``factors``:
+    fields of
+    ``ModelShape`` -> the positive numbers that they are read from. ``window_switch``:
+    ``sliding_window`` holds only where ``use_sliding_window`` is true; ``skips_rope``: layers whose
+    entry in ``no_rope_layers`` is 0 have no rotary embedding, or every
+    ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
     ``rotates_part``: ``partial_rotary_factor`` may be below 1.
     """
 
@@ -132,14 +150,18 @@ class Family:
 
     def __post_init__(self) -> None:
         if unknown := sorted(self.layer.keys() - self.parameters.keys()):
-            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(self.parameters)}")
+            raise ValueError(
+                f"{self.model_type}: a decoder layer has no {unknown}, only "
+                f"{sorted(self.parameters)}"
+            )
 
     @property
     def parameters(self) -> dict[str, tuple[Any, ...]]:
         """Those that a decoder layer may have, in the order in which Megatron builds them."""
         return {**_ATTENTION, **self.mlp.parameters}
 
-    # ---- names --------------------------------------------------------------------------------------------------
+    # ---- names
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def qkv_bias(self) -> bool:
@@ -152,13 +174,20 @@ class Family:
     @property
     def layer_rules(self) -> list[Rule]:
         """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
-        names = {parameter: tuple(self.layer_prefix + n for n in tensors) for parameter, tensors in self.layer.items()}
+        names = {
+            parameter: tuple(self.layer_prefix + n for n in tensors)
+            for parameter, tensors in self.layer.items()
+        }
         cuts = self.parameters
-        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, *cuts[p]) for p, tensors in names.items()]
+        return [
+            Rule(f"decoder.layers.{{layer}}.{p}", tensors, *cuts[p]) for p, tensors in names.items()
+        ]
 
     @property
     def embedding_rule(self) -> Rule:
-        return Rule("embedding.word_embeddings.weight", (self.embedding,), "vocab", ("vocab",), "hidden")
+        return Rule(
+            "embedding.word_embeddings.weight", (self.embedding,), "vocab", ("vocab",), "hidden"
+        )
 
     @property
     def final_norm_rule(self) -> Rule:
@@ -168,7 +197,8 @@ class Family:
     def output_rule(self) -> Rule:
         return Rule("output_layer.weight", (self.output,), "vocab", ("vocab",), "hidden")
 
-    # ---- config.json ----------------------------------------------------------------------------------------------
+    # ---- config.json
+    # ----------------------------------------------------------------------------------------------
 
     def usual(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of ``config.json`` under their usual names, with those that were left out."""
@@ -188,29 +218,45 @@ class Family:
                 yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """How many tokens attention sees in layers with a window, the query's own among them; None: there are none."""
-        return None if self.window_switch and not config.get("use_sliding_window") else config.get("sliding_window")
+        """How many tokens attention sees in layers with a window, the query's own among them; None:
+        there are none."""
+        return (
+            None
+            if self.window_switch and not config.get("use_sliding_window")
+            else config.get("sliding_window")
+        )
 
     def without_rope(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """The layers without rotary embedding."""
         layers = range(config["num_hidden_layers"] if self.skips_rope else 0)
         if (marks := config.get("no_rope_layers")) is not None:
             return tuple(layer for layer in layers if not marks[layer])
-        return tuple(layer for layer in layers if (layer + 1) % config["no_rope_layer_interval"] == 0)
+        return tuple(
+            layer for layer in layers if (layer + 1) % config["no_rope_layer_interval"] == 0
+        )
 
     def _layer_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         kinds, window = set(config.get("layer_types") or ()), self.window(config)
         if other := sorted(kinds - _LAYER_TYPES):
-            yield f"layer_types must be of {sorted(_LAYER_TYPES)}, others are not built, got {', '.join(other)}"
+            yield (
+                f"layer_types must be of {sorted(_LAYER_TYPES)}, others are not built, got "
+                f"{', '.join(other)}"
+            )
         if "sliding_attention" in kinds and window is None:
-            yield "layer_types with sliding_attention needs the window: sliding_window, with use_sliding_window"
+            yield (
+                "layer_types with sliding_attention needs the window: sliding_window, with "
+                "use_sliding_window"
+            )
         if window is not None and not (is_integer(window) and window > 0):
             yield f"sliding_window must be null or an integer above 0, got {window!r}"
         marks, layers = config.get("no_rope_layers"), config["num_hidden_layers"]
         if not self.skips_rope:
             return
         if marks is not None and len(marks) < layers:
-            yield f"no_rope_layers must be null or a 0 or 1 for each of the {layers} layers, got {marks!r}"
+            yield (
+                f"no_rope_layers must be null or a 0 or 1 for each of the {layers} layers, got "
+                f"{marks!r}"
+            )
         interval = config["no_rope_layer_interval"]
         if marks is None and not (is_integer(interval) and interval > 0):
             yield f"no_rope_layer_interval must be an integer above 0, got {interval!r}"

@@ -1,7 +1,7 @@
-"""Model FLOPs of a decoder, a multiplication and an addition being two operations: matrix products of the layers
-(all tokens), causal attention, and the vocabulary projection (only positions whose next token is a response token).
-Norms, rotary embedding, softmax, the optimizer and recomputation are not counted, so that MFU tells how much of the
-hardware the model itself uses.
+"""Model FLOPs of a decoder, a multiplication and an addition being two operations: matrix products
+of the layers (all tokens), causal attention, and the vocabulary projection (only positions whose
+next token is a response token). Norms, rotary embedding, softmax, the optimizer and recomputation
+are not counted, so that MFU tells how much of the hardware the model itself uses.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from openrlhf_ext.megatron.model.shape import ModelShape
 
-# operations of the backward pass per operation of the forward pass: gradients of both factors of every product
+# operations of the backward pass per operation of the forward pass: gradients of both factors of
+# every product
 BACKWARD = 2
 
-# dense bf16 TFLOP/s of a device by a part of its name, without sparsity (NVIDIA's data sheets; SXM where there are two)
+# dense bf16 TFLOP/s of a device by a part of its name, without sparsity (NVIDIA's data sheets; SXM
+# where there are two)
 PEAK_BF16_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -36,8 +38,8 @@ PEAK_BF16_TFLOPS = {
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """``frozen``: of a model whose weights get no gradients, because adapters are trained, whose own few operations are
-    not counted."""
+    """``frozen``: of a model whose weights get no gradients, because adapters are trained, whose
+    own few operations are not counted."""
 
     layers: int
     attention: int
@@ -55,7 +57,8 @@ class ForwardFlops:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> ForwardFlops:
-    """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response tokens."""
+    """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response
+    tokens."""
     lengths = list(lengths)
     q = shape.num_heads * shape.head_dim
     per_token = shape.attention_weights + shape.mlp.token_weights
@@ -69,6 +72,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> 
 
 
 def peak_tflops(device_name: str) -> float | None:
-    words = set(re.split(r"[\s-]+", device_name))  # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    words = set(re.split(r"[\s-]+", device_name))
     known = [peak for part, peak in PEAK_BF16_TFLOPS.items() if words.issuperset(part.split())]
     return known[0] if known else None

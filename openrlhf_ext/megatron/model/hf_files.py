@@ -1,5 +1,6 @@
-"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders; and whether a
-checkpoint's tensors and a model's parameters account for each other, each exactly once."""
+"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders; and
+whether a checkpoint's tensors and a model's parameters account for each other, each exactly
+once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from torch import Tensor
 
 from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
-from openrlhf_ext.inputs import FILE_NAME, INNER_PATH, InputError, free_name, map_of, read_json, reading, shown
+from openrlhf_ext.inputs import (
+    FILE_NAME,
+    INNER_PATH,
+    InputError,
+    free_name,
+    map_of,
+    read_json,
+    reading,
+    shown,
+)
 from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -36,7 +46,8 @@ _MAX_SHARD_BYTES = 5 << 30
 
 
 class HFCheckpoint:
-    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache. Constructor and methods raise
+    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
+    Constructor and methods raise
     InputError: a file is missing or damaged, or the index does not list what the files hold."""
 
     def __init__(self, path: str | Path, single: str = SINGLE) -> None:
@@ -72,7 +83,9 @@ class HFCheckpoint:
     def _index(self) -> dict[str, Path]:
         single = self._single
         if single != SINGLE or not (self.path / INDEX).exists():
-            absent = f"neither {SINGLE} nor {INDEX} found" if single == SINGLE else f"{single} not found"
+            absent = (
+                f"neither {SINGLE} nor {INDEX} found" if single == SINGLE else f"{single} not found"
+            )
             return dict.fromkeys(self._keys(single, absent), self.path / single)
         index = read_json(self.path / INDEX, {"weight_map": map_of(FILE_NAME)})
         listed: dict[str, str] = index["weight_map"]
@@ -81,8 +94,8 @@ class HFCheckpoint:
             held = self._keys(file, f"{INDEX} names {file}, which is not there")
             if named != held:
                 raise InputError(
-                    f"{self.path / file} does not hold what {INDEX} says: missing {sorted(named - held)}, not listed "
-                    f"{sorted(held - named)}"
+                    f"{self.path / file} does not hold what {INDEX} says: missing "
+                    f"{sorted(named - held)}, not listed {sorted(held - named)}"
                 )
         return {name: self.path / file for name, file in listed.items()}
 
@@ -93,21 +106,37 @@ class HFCheckpoint:
             return set(self._open(self.path / file).keys())
 
 
-# ---- writing a checkpoint directory -----------------------------------------------------------------------------
+# ---- writing a checkpoint directory
+# -----------------------------------------------------------------------------
 
 _CONFIGS = ("config.json", CONFIG)
 _SETTINGS = "tokenizer_config.json"
-_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # as transformers 5.19 reads them
+# as transformers 5.19 reads them
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _OF_MODEL = ("config.json", "generation_config.json")
 _OF_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.spm", "*.tiktoken",
-    "tiktoken.model", "tekken.json", _TEMPLATE, f"{_TEMPLATES}/*.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.spm",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    _TEMPLATE,
+    f"{_TEMPLATES}/*.jinja",
+)
 
 
 def read_side_files(source: str | Path, chat_template: str | None = None) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights.
+    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the
+    weights.
 
     Args:
         chat_template: the model is trained through it, in the place of the tokenizer's own.
@@ -117,14 +146,19 @@ def read_side_files(source: str | Path, chat_template: str | None = None) -> dic
     """
     source = Path(source)
     if not (source / "config.json").is_file():
-        raise InputError(f"{source} holds no config.json, without which nothing can load what is trained from it")
+        raise InputError(
+            f"{source} holds no config.json, without which nothing can load what is trained from it"
+        )
     found = _read(source, (*_OF_MODEL, *_OF_TOKENIZER))
     if chat_template is None:
         return found
     settings = read_json(source / _SETTINGS) if _SETTINGS in found else {}
     settings.pop("chat_template", None)
     found.pop(f"{_TEMPLATES}/default.jinja", None)
-    return found | {_SETTINGS: json.dumps(settings, indent=2).encode(), _TEMPLATE: chat_template.encode()}
+    return found | {
+        _SETTINGS: json.dumps(settings, indent=2).encode(),
+        _TEMPLATE: chat_template.encode(),
+    }
 
 
 def tokenizer_files(source: str | Path) -> dict[str, bytes]:
@@ -140,9 +174,16 @@ def _read(source: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-def adapter_side_files(side_files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """What is put beside the weights of an adapter: peft's configuration, and the base's tokenizer."""
-    kept = {name: content for name, content in side_files.items() if name not in (*_CONFIGS, "generation_config.json")}
+def adapter_side_files(
+    side_files: Mapping[str, bytes], config: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """What is put beside the weights of an adapter: peft's configuration, and the base's
+    tokenizer."""
+    kept = {
+        name: content
+        for name, content in side_files.items()
+        if name not in (*_CONFIGS, "generation_config.json")
+    }
     return kept | {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode()}
 
 
@@ -151,7 +192,8 @@ _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 @dataclass(frozen=True)
 class HFRows:
-    """Consecutive rows of a Hugging Face tensor, or entries of a vector; the memory may be used again for the next."""
+    """Consecutive rows of a Hugging Face tensor, or entries of a vector; the memory may be used
+    again for the next."""
 
     name: str
     start: int
@@ -168,17 +210,18 @@ def save_hf(
     config_changes: Mapping[str, Any] | None = None,
     single: str = SINGLE,
 ) -> dict[str, int]:
-    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source. Returns the
-    size in bytes of every file by its name.
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its
+    source. Returns the size in bytes of every file by its name.
 
-    The rows go to the files as they come: none is held. A new ``target`` appears when everything in it is on disk. In a
-    folder that exists, whose other files stay, the new files are first written beside the old checkpoint; while they
-    take its place there is no ``config.json``, so that a loader finds a whole checkpoint or none.
-    :func:`finish_interrupted` sees to what a kill leaves.
+    The rows go to the files as they come: none is held. A new ``target`` appears when everything in
+    it is on disk. In a folder that exists, whose other files stay, the new files are first written
+    beside the old checkpoint; while they take its place there is no ``config.json``, so that a
+    loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
 
-    ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
-    folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. ``single``: the file's name
-    where there is but one; an adapter's is never sharded. Raises CheckpointError: a file cannot be written; ValueError:
+    ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was:
+    days later the folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is
+    larger. ``single``: the file's name where there is but one; an adapter's is never sharded.
+    Raises CheckpointError: a file cannot be written; ValueError:
     ``rows`` are not all rows of all ``tensors``, in order.
     """
     target = Path(target)
@@ -186,12 +229,21 @@ def save_hf(
     exists = target.exists()
     temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
-    _write_shards(rows, tensors, dtype, temporary, max_shard_bytes if single == SINGLE else sys.maxsize, single)
+    _write_shards(
+        rows,
+        tensors,
+        dtype,
+        temporary,
+        max_shard_bytes if single == SINGLE else sys.maxsize,
+        single,
+    )
     for name, content in side_files.items():
         write_file(temporary, name, [content])
     if config_changes:
         config = read_json(temporary / "config.json") | dict(config_changes)
-        write_file(temporary, "config.json", [json.dumps(config, indent=2, sort_keys=True).encode()])
+        write_file(
+            temporary, "config.json", [json.dumps(config, indent=2, sort_keys=True).encode()]
+        )
     files = (path for path in sorted(temporary.rglob("*")) if path.is_file())
     sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
     if exists:
@@ -207,19 +259,23 @@ def save_hf(
 
 
 def finish_interrupted(target: str | Path) -> None:
-    """What a killed :func:`save_hf` left: half-written files go, complete ones take the place of the old checkpoint."""
+    """What a killed :func:`save_hf` left: half-written files go, complete ones take the place of
+    the old checkpoint."""
     target = Path(target)
     for left in (_inside(target), _beside(target)):
         if left.exists():
             logger.info("removing %s, which a run that was stopped left half-written", left)
             shutil.rmtree(left)
     if _complete(target).exists():
-        logger.info("finishing the checkpoint in %s, which was complete when a run was stopped", target)
+        logger.info(
+            "finishing the checkpoint in %s, which was complete when a run was stopped", target
+        )
         _replace(target)
 
 
 def set_aside_hf(target: str | Path) -> Path | None:
-    """Moves weights, configuration, tokenizer and card of a folder into one inside of it; returns where to, if any."""
+    """Moves weights, configuration, tokenizer and card of a folder into one inside of it; returns
+    where to, if any."""
     target = Path(target)
     weights = _weight_files(target)
     if not weights:
@@ -243,7 +299,8 @@ def _beside(target: Path) -> Path:
 
 
 def _inside(target: Path) -> Path:
-    """Not beside a folder that exists: it may be a file system of its own, between which nothing can be renamed."""
+    """Not beside a folder that exists: it may be a file system of its own, between which nothing
+    can be renamed."""
     return target / ".incomplete"
 
 
@@ -252,14 +309,15 @@ def _complete(target: Path) -> Path:
 
 
 def _replace(target: Path) -> None:
-    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there. Every step can
-    be repeated: what is in the complete folder still has to be moved, ``config.json`` last."""
+    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint
+    there. Every step can be repeated: what is in the complete folder still has to be moved,
+    ``config.json`` last."""
     complete = _complete(target)
     names = read_json(complete / _FILES)
     if outside := [name for name in names if not INNER_PATH.holds(name)]:
         raise InputError(
-            f"{complete / _FILES}: {shown(outside[0])} must be {INNER_PATH.words}: no program of this package wrote "
-            f"it; remove {complete}"
+            f"{complete / _FILES}: {shown(outside[0])} must be {INNER_PATH.words}: no program of "
+            f"this package wrote it; remove {complete}"
         )
     fsync_folder(target)
     for config in _CONFIGS:
@@ -278,7 +336,12 @@ def _replace(target: Path) -> None:
 
 
 def _write_shards(
-    rows: Iterable[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype, folder: Path, limit: int, single: str
+    rows: Iterable[HFRows],
+    tensors: Sequence[HFTensor],
+    dtype: torch.dtype,
+    folder: Path,
+    limit: int,
+    single: str,
 ) -> None:
     remaining = iter(rows)
     files = list(_split(tensors, dtype, limit))
@@ -292,7 +355,10 @@ def _write_shards(
     if (extra := next(remaining, None)) is not None:
         raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)},
+            "weight_map": weight_map,
+        }
         write_file(folder, INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
 
 
@@ -315,15 +381,19 @@ def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> It
     while expected < tensor.shape[0]:
         part = next(rows, None)
         if part is None:
-            raise ValueError(f"no rows come after row {expected} of {tensor.name}, which has {tensor.shape[0]}")
+            raise ValueError(
+                f"no rows come after row {expected} of {tensor.name}, which has {tensor.shape[0]}"
+            )
         values = part.values
         if (part.name, part.start, *values.shape[1:]) != (tensor.name, expected, *tensor.shape[1:]):
             raise ValueError(
-                f"row {expected} of {tensor.name} {tensor.shape} was expected, row {part.start} of {part.name} came, "
-                f"of shape {tuple(values.shape)}"
+                f"row {expected} of {tensor.name} {tensor.shape} was expected, row {part.start} "
+                f"of {part.name} came, of shape {tuple(values.shape)}"
             )
         if values.dtype != dtype or expected + len(values) > tensor.shape[0]:
-            raise ValueError(f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came")
+            raise ValueError(
+                f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came"
+            )
         expected += len(values)
         yield values
 
@@ -341,7 +411,9 @@ def describe(problems: Mapping[str, Collection[str]]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return f"{names[:_LISTED]}" + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    return f"{names[:_LISTED]}" + (
+        f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    )
 
 
 def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
@@ -350,21 +422,33 @@ def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
 
 
 def require_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
-    """Raises InputError: the checkpoint of a reward model has no value head, and its scores would be random."""
+    """Raises InputError: the checkpoint of a reward model has no value head, and its scores would
+    be random."""
     if not new_value_head(shape, checkpoint):
         return
-    heads = [name for name in sorted(checkpoint.names) if checkpoint.header(name)[0] == (1, shape.hidden_size)]
-    others = "".join(f", or set ds.value_head_prefix {name.removesuffix('.weight')}" for name in heads)
+    heads = [
+        name
+        for name in sorted(checkpoint.names)
+        if checkpoint.header(name)[0] == (1, shape.hidden_size)
+    ]
+    others = "".join(
+        f", or set ds.value_head_prefix {name.removesuffix('.weight')}" for name in heads
+    )
     raise InputError(
-        f"{checkpoint.path} has no value head {shape.value_head}.weight, without which a reward model's scores are "
-        f"random; give a trained reward model (a sequence classifier with one label){others}"
+        f"{checkpoint.path} has no value head {shape.value_head}.weight, without which a reward "
+        "model's scores are random; give a trained reward model (a sequence classifier with one "
+        f"label){others}"
     )
 
 
 def unaccounted_parameters(
-    rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], held: Callable[[Rule], Shard]
+    rules: list[Rule],
+    shape: ModelShape,
+    parameters: Mapping[str, Tensor],
+    held: Callable[[Rule], Shard],
 ) -> Problems:
-    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem -> names. ``held``:
+    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem ->
+    names. ``held``:
     the shard that the rank holds of a rule's parameter."""
     filled = Counter(rule.parameter for rule in rules)
     wanted = {rule.parameter: shard_shape(rule, shape, held(rule).tp_size) for rule in rules}
@@ -382,8 +466,9 @@ def unaccounted_parameters(
 
 
 def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems:
-    """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem -> names. A critic's
-    value head may be missing. Raises InputError: tied embeddings beside another head."""
+    """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem ->
+    names. A critic's value head may be missing. Raises InputError: tied embeddings beside another
+    head."""
     known = {t.name: t.shape for t in hf_tensors(shape)}
     names = checkpoint.names
     if shape.tied_embeddings and shape.family.output in names:
@@ -395,7 +480,9 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
     headers = {name: checkpoint.header(name) for name in names & known.keys()}
     problems = {
         "tensors of the checkpoint that no rule uses": [*(names - known.keys() - ignorable)],
-        "tensors missing from the checkpoint": [*(known.keys() - names - new_value_head(shape, checkpoint))],
+        "tensors missing from the checkpoint": [
+            *(known.keys() - names - new_value_head(shape, checkpoint))
+        ],
         "tensors of another shape": [
             f"{name}: {found}, config.json says {known[name]}"
             for name, (found, _) in headers.items()
@@ -408,11 +495,13 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
     return {what: names for what, names in problems.items() if names}
 
 
-# ---- what ends a completion -----------------------------------------------------------------------------------------
+# ---- what ends a completion
+# -----------------------------------------------------------------------------------------
 
 
 def saved_generation_config(folder: Path) -> GenerationConfig | None:
-    """That of the folder. Where it has none, config.json says what ends a completion, as for vLLM and transformers."""
+    """That of the folder. Where it has none, config.json says what ends a completion, as for vLLM
+    and transformers."""
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():
@@ -422,7 +511,10 @@ def saved_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def end_tokens(saved: GenerationConfig | None, tokenizer: Any) -> list[int]:
-    """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation config."""
+    """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation
+    config."""
     configured = saved.eos_token_id if saved is not None else None
     several = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None))
+    return list(
+        dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None)
+    )

@@ -1,15 +1,19 @@
-"""A Hugging Face checkpoint into this rank's parameters, and the parameters of all ranks out as Hugging Face tensors.
+"""A Hugging Face checkpoint into this rank's parameters, and the parameters of all ranks out as
+Hugging Face tensors.
 
-Loading streams along the declarative map (``weight_map``), some rows after the others from the mapped files. Exporting
-goes by ``Part``, consecutive rows of a tensor. Every rank knows from the map alone which entries of which part it
-holds, so that many parts travel together and no rank holds more above its own shard than what travels:
+Loading streams along the declarative map (``weight_map``), some rows after the others from the
+mapped files. Exporting goes by ``Part``, consecutive rows of a tensor. Every rank knows from the
+map alone which entries of which part it holds, so that many parts travel together and no rank holds
+more above its own shard than what travels:
 
-- where all ranks of the replica see the memory that the parts go to (one host), each copies its own entries to their
-  place (``HFExporter.write``): nothing is sent;
-- elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
+- where all ranks of the replica see the memory that the parts go to (one host), each copies its own
+  entries to their place (``HFExporter.write``): nothing is sent;
+- elsewhere each rank sends what it holds of the parts to rank 0 as one message
+  (``HFExporter.gather``).
 
-Weights for engines may leave from several ranks at a time: then the ranks of a tensor-parallel group are among
-themselves, and their first one is what rank 0 is otherwise (``Ownership.streams``). Those of a mixture leave by rank 0
+Weights for engines may leave from several ranks at a time: then the ranks of a tensor-parallel
+group are among themselves, and their first one is what rank 0 is otherwise (``Ownership.streams``).
+Those of a mixture leave by rank 0
 alone: its experts are held by ranks of other groups than all else.
 """
 
@@ -66,8 +70,8 @@ BUCKET_BYTES = 256 << 20
 
 
 class OwnedTensor(NamedTuple):
-    """A Hugging Face tensor, ``number`` of those of a parameter of a chunk, what each global rank gives of it, and in
-    which stream."""
+    """A Hugging Face tensor, ``number`` of those of a parameter of a chunk, what each global rank
+    gives of it, and in which stream."""
 
     rule: Rule
     chunk: int
@@ -78,13 +82,15 @@ class OwnedTensor(NamedTuple):
 
 
 class Ownership:
-    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one.
+    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly
+    one.
 
-    ``tensors`` are in the order of ``hf_tensors``; ``streams``: the ranks that give something, ascending, of each set
-    of tensors that leaves by itself. There is one, with the ranks of the first replica and the first copies of experts,
-    if at most one is asked for or the model is a mixture; otherwise one for every pipeline stage, and for as many data-
-    and context-parallel copies of it as ``most_streams`` allows, each with a share of the stage's tensors. Rank 0 is
-    the first of stream 0.
+    ``tensors`` are in the order of ``hf_tensors``; ``streams``: the ranks that give something,
+    ascending, of each set of tensors that leaves by itself. There is one, with the ranks of the
+    first replica and the first copies of experts, if at most one is asked for or the model is a
+    mixture; otherwise one for every pipeline stage, and for as many data- and context-parallel
+    copies of it as ``most_streams`` allows, each with a share of the stage's tensors. Rank 0 is the
+    first of stream 0.
     """
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, most_streams: int = 1) -> None:
@@ -94,7 +100,8 @@ class Ownership:
         copies = max(1, min(most_streams // stages, layout.copies))
         entries = [sum(math.prod(whole) for whole in hf_shapes(held.rule, shape)) for held in owned]
         totals = Counter[int]()
-        places = []  # (stage, copy) of every rule: an equal share of the stage's entries for each copy
+        # (stage, copy) of every rule: an equal share of the stage's entries for each copy
+        places = []
         for held, count in zip(owned, entries, strict=True):
             places.append((held.stage, totals[held.stage]))
             totals[held.stage] += count
@@ -104,11 +111,19 @@ class Ownership:
         for held, (stage, copy) in zip(owned, places, strict=True):
             rule = held.rule
             ranks = _holders(layout, stage, copy, held.share)
-            given = {rank: placement(rule, shape, Shard.of(rule, layout, layout.place(rank))) for rank in ranks}
-            for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
+            given = {
+                rank: placement(rule, shape, Shard.of(rule, layout, layout.place(rank)))
+                for rank in ranks
+            }
+            for number, (name, whole) in enumerate(
+                zip(rule.hf_names, hf_shapes(rule, shape), strict=True)
+            ):
                 if not name:
                     continue  # a module without an adapter
-                found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
+                found = {
+                    rank: tuple(p for p in pieces if p.tensor == number)
+                    for rank, pieces in given.items()
+                }
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
                 stream = used.index((stage, copy)) if used else 0
                 self.tensors[name] = OwnedTensor(rule, held.chunk, number, whole, slices, stream)
@@ -122,7 +137,8 @@ class Ownership:
 
 @cache
 def _holders(layout: ParallelLayout, stage: int, copy: int, share: int | None) -> tuple[int, ...]:
-    """Ranks that hold copy number ``copy`` of a parameter of the stage: of a share of the experts, or of none."""
+    """Ranks that hold copy number ``copy`` of a parameter of the stage: of a share of the experts,
+    or of none."""
     if share is not None:
         return layout.ranks(stage=stage, expert=share, expert_replica=copy)
     replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
@@ -133,22 +149,29 @@ def own_shard(rule: Rule) -> Shard:
     if rule.expert is not None:
         group = parallel_state.get_expert_tensor_parallel_group()
         return Shard(group.rank(), group.size())
-    return Shard(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
+    return Shard(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
     offset = get_transformer_layer_offset(model.config, getattr(model, "vp_stage", None))
     layers = range(offset, offset + len(model.decoder.layers))
     experts = parallel_state.get_expert_model_parallel_group()
-    return stage_rules(shape, layers, model.pre_process, model.post_process, experts.size(), experts.rank())
+    return stage_rules(
+        shape, layers, model.pre_process, model.post_process, experts.size(), experts.rank()
+    )
 
 
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
-    """Fills this rank's parameters from an HF checkpoint, reading only its own part of every tensor. Not a collective.
-    Those of adapters are filled from a peft checkpoint if the ``shape`` is that of adapters, else they stay.
+    """Fills this rank's parameters from an HF checkpoint, reading only its own part of every
+    tensor. Not a collective. Those of adapters are filled from a peft checkpoint if the ``shape``
+    is that of adapters, else they stay.
 
-    The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The value head of a
-    critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit.
+    The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded.
+    The value head of a critic stays as it is if the checkpoint has none. Raises WeightMapError,
+    which lists what does not fit.
     """
     checkpoint = HFCheckpoint(path, WEIGHTS if shape.adapter_rank else SINGLE)
     new_head, problems = new_value_head(shape, checkpoint), unaccounted_tensors(checkpoint, shape)
@@ -162,7 +185,9 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     def values(rule: Rule) -> Reader | None:
         if not new_head.isdisjoint(rule.hf_names):
             return None
-        return lambda tensor, run: checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+        return lambda tensor, run: checkpoint.read(
+            rule.hf_names[tensor], rule.axis, run.start, run.stop
+        )
 
     fill_rules(chunks, shape, values)
 
@@ -172,7 +197,8 @@ def fill_rules(
     shape: ModelShape,
     values: Callable[[Rule], Reader | None],
 ) -> None:
-    """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors (``fill_shard``);
+    """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors
+    (``fill_shard``);
     None: the parameter stays."""
     for chunk in chunks:
         named = parameters_of(chunk, shape)
@@ -184,11 +210,16 @@ def fill_rules(
 def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
     """Those of adapters, or all others."""
     wanted = bool(shape.adapter_rank)
-    return {name: parameter for name, parameter in chunk.named_parameters() if is_of_adapter(name) == wanted}
+    return {
+        name: parameter
+        for name, parameter in chunk.named_parameters()
+        if is_of_adapter(name) == wanted
+    }
 
 
 def _fill(parameter: Tensor, rule: Rule, read: Reader, runs: list[Run]) -> None:
-    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))  # files hold at most fp32
+    # files hold at most fp32
+    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))
     fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
 
@@ -209,12 +240,13 @@ class TensorMeta(NamedTuple):
 
 
 class HFExporter:
-    """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows`` and iteration.
+    """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows``
+    and iteration.
 
-    ``stream``: the one in which this rank gives something, None: it gives nothing; ``root``: the first rank of the
-    stream, where what is gathered comes together. ``rows`` and iteration are of ownerships with one stream, whose root
-    is rank 0. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.32.0
-    distributed/weight_transfer/base.py:110) whose sender is rank 0.
+    ``stream``: the one in which this rank gives something, None: it gives nothing; ``root``: the
+    first rank of the stream, where what is gathered comes together. ``rows`` and iteration are of
+    ownerships with one stream, whose root is rank 0. ``metadata`` and iteration are those of a vLLM
+    ``WeightSource`` (vllm 0.32.0 distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 
     def __init__(
@@ -224,17 +256,22 @@ class HFExporter:
         value: Value | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """The parameters of ``chunks`` are read at every export. ``value``: what to export of a parameter, of its shape
-        (its gradient, say); None: its data. ``dtype`` is that of values, None: that of the model's parameters."""
+        """The parameters of ``chunks`` are read at every export. ``value``: what to export of a
+        parameter, of its shape (its gradient, say); None: its data. ``dtype`` is that of values,
+        None: that of the model's parameters."""
         self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
         self._dtype = dtype or next(chunks[0].parameters()).dtype
         self._tensors, self.streams = ownership.tensors, ownership.streams
-        self.stream = next((number for number, ranks in enumerate(self.streams) if self._rank in ranks), None)
+        self.stream = next(
+            (number for number, ranks in enumerate(self.streams) if self._rank in ranks), None
+        )
         self._givers = self.streams[self.stream or 0]
         self.root = self._givers[0]
         alone = len(self.streams) == 1
         self._group = (
-            parallel_state.get_model_parallel_group() if alone else parallel_state.get_tensor_model_parallel_group()
+            parallel_state.get_model_parallel_group()
+            if alone
+            else parallel_state.get_tensor_model_parallel_group()
         )
         if ownership.is_of_all_ranks:
             self._group = dist.group.WORLD
@@ -250,15 +287,18 @@ class HFExporter:
 
     def metadata(self) -> list[TensorMeta]:
         """Of all tensors of the model, in the order of iteration; the same on every rank."""
-        return [TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
+        return [
+            TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()
+        ]
 
     def streams_of_tensors(self) -> list[int]:
         """In the order of ``metadata``."""
         return [tensor.stream for tensor in self._tensors.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it. A
-        tensor may be memory that is used again for the next: copy what has to last."""
+        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks
+        must exhaust it. A tensor may be memory that is used again for the next: copy what has to
+        last."""
         whole: Tensor | None = None
         for part in self.rows():
             wanted = self._tensors[part.name].shape
@@ -272,12 +312,13 @@ class HFExporter:
             if end == wanted[0]:
                 yield part.name, whole
 
-    # ---- everybody writes -------------------------------------------------------------------------------------------
+    # ---- everybody writes
+    # -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
-        """Copies what this rank holds of each part to its place in ``targets``: memory that all ranks of the stream
-        see."""
+        """Copies what this rank holds of each part to its place in ``targets``: memory that all
+        ranks of the stream see."""
         for part, target in zip(parts, targets, strict=True):
             for piece, values in self._held(part):
                 piece.of_tensor(target).copy_(values)
@@ -292,38 +333,52 @@ class HFExporter:
                 yield piece, piece.of_shard(shard)
 
     def _pieces(self, part: Part, rank: int) -> list[Piece]:
-        if (part, rank) not in self._known_pieces:  # an update asks for the same ones again and again
+        # an update asks for the same ones again and again
+        if (part, rank) not in self._known_pieces:
             tensor = self._tensors[part.name]
             pieces = list(tensor.slices.get(rank, ()))
             if tensor.rule.axis == 0:
-                pieces = [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
+                pieces = [
+                    cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length
+                ]
             self._known_pieces[part, rank] = pieces
         return self._known_pieces[part, rank]
 
     @torch.no_grad()
     def fingerprint(self) -> str:
-        """Of the bits of all tensors, the same in every layout: a sum over their entries, each multiplied by a number
-        of its tensor's and mixed. A collective of all ranks."""
+        """Of the bits of all tensors, the same in every layout: a sum over their entries, each
+        multiplied by a number of its tensor's and mixed. A collective of all ranks."""
         total: Tensor | int = 0
         for name, parameter in self._own.items():
-            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 | 1
+            number = (
+                int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+                >> 1
+                | 1
+            )
             values = self._value(parameter)
             for piece in self._tensors[name].slices[self._rank]:
                 flat = piece.of_shard(values).contiguous().view(-1)
-                for part in flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()]).split(_SUMMED_AT_ONCE):
+                for part in flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()]).split(
+                    _SUMMED_AT_ONCE
+                ):
                     mixed = part.long() * number
                     total = total + (mixed ^ (mixed >> 32)).sum()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         found = torch.as_tensor(total, dtype=torch.int64, device=device)
         dist.all_reduce(found)
         return f"{found.item() % (1 << 64):016x}"
 
-    # ---- one message per rank ---------------------------------------------------------------------------------------
+    # ---- one message per rank
+    # ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
-        """Brings the parts, the same on every rank, together in the root's ``targets`` on any device (None to drop
-        them); a collective of the stream's ranks."""
+        """Brings the parts, the same on every rank, together in the root's ``targets`` on any
+        device (None to drop them); a collective of the stream's ranks."""
         if self.stream is None:
             return
         self._connect()
@@ -337,8 +392,8 @@ class HFExporter:
                 self._unpack(parts, rank, message, targets)
 
     def _connect(self) -> None:
-        """All ranks of a group have to take part in its first call, and of some parts one may have nothing to send
-        (NCCL; torch/distributed/distributed_c10d.py, ``batch_isend_irecv``)."""
+        """All ranks of a group have to take part in its first call, and of some parts one may have
+        nothing to send (NCCL; torch/distributed/distributed_c10d.py, ``batch_isend_irecv``)."""
         if not self._is_connected:
             like = next(iter(self._own.values()))
             dist.all_reduce(torch.zeros(1, device=like.device), group=self._group)
@@ -369,21 +424,26 @@ class HFExporter:
                 shape[piece.dim] = piece.length
                 yield number, piece, shape
 
-    def _unpack(self, parts: Sequence[Part], rank: int, message: Tensor, targets: Sequence[Tensor]) -> None:
+    def _unpack(
+        self, parts: Sequence[Part], rank: int, message: Tensor, targets: Sequence[Tensor]
+    ) -> None:
         start = 0
         for number, piece, shape in self._contents(parts, rank):
             end = start + math.prod(shape)
             piece.of_tensor(targets[number]).copy_(message[start:end].view(shape))
             start = end
 
-    # ---- all rows, one after the other ------------------------------------------------------------------------------
+    # ---- all rows, one after the other
+    # ------------------------------------------------------------------------------
 
     def rows(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[HFRows]:
-        """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
+        """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on
+        other ranks.
 
-        All ranks have to exhaust the iterator. The others wait for rank 0 to ask for the next rows in no collective
-        (``watchdog.Gate``), so that it may take as long as it likes over them. ``bucket_bytes``: what a rank may hold
-        above its shard: some rows, and what other ranks send of them.
+        All ranks have to exhaust the iterator. The others wait for rank 0 to ask for the next rows
+        in no collective (``watchdog.Gate``), so that it may take as long as it likes over them.
+        ``bucket_bytes``: what a rank may hold above its shard: some rows, and what other ranks send
+        of them.
         """
         gate = Gate()
         if self.stream is None:
@@ -401,12 +461,20 @@ class HFExporter:
                         del memory  # gives the smaller one back first
                         memory = like.new_empty(sum(sizes))
                     places = memory[: sum(sizes)].split(sizes)
-                    targets = {part: at.view(self._shape_of(part)) for part, at in zip(travelling, places, strict=True)}
+                    targets = {
+                        part: at.view(self._shape_of(part))
+                        for part, at in zip(travelling, places, strict=True)
+                    }
                 self.gather(travelling, list(targets.values()))
                 if like.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
+                    # NCCL's calls return before the peer has arrived
+                    torch.cuda.current_stream().synchronize()
             for part in parts if self._rank == 0 else []:
-                yield HFRows(part.name, part.start, targets[part] if part in targets else next(self._held(part))[1])
+                yield HFRows(
+                    part.name,
+                    part.start,
+                    targets[part] if part in targets else next(self._held(part))[1],
+                )
 
     def _is_whole_on_rank_0(self, part: Part) -> bool:
         pieces = self._pieces(part, 0)
@@ -416,7 +484,8 @@ class HFExporter:
         return (part.stop - part.start, *self._tensors[part.name].shape[1:])
 
     def _batches(self, most_entries: int) -> Iterator[list[Part]]:
-        """All parts in order, as many at a time as have ``most_entries`` together, at least one row."""
+        """All parts in order, as many at a time as have ``most_entries`` together, at least one
+        row."""
         batch: list[Part] = []
         room = most_entries
         for part in self._parts(most_entries):

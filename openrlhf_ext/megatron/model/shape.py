@@ -1,4 +1,5 @@
-"""What the policy needs to know of a Hugging Face checkpoint, read from its ``config.json`` alone."""
+"""What the policy needs to know of a Hugging Face checkpoint, read from its ``config.json``
+alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from openrlhf_ext.inputs import (
     or_null,
     read_json,
     similar_path,
-)  # fmt: skip
+)
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.model import positions
@@ -33,8 +34,11 @@ __all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_sha
 
 
 _LLAMA3 = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class ModelShape:
     max_positions: int | None  # None: config.json does not say
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling_factor: float | None  # Llama 3 scaling; None: another one, or plain rotary embedding
+    # Llama 3 scaling; None: another one, or plain rotary embedding
+    rope_scaling_factor: float | None
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    value_head: str | None = None  # of a critic or reward model: HF name, in the place of the vocabulary projection
-    # not of the decoder, but of low-rank adapters of these modules of it (``adapter_shape``); 0: of the decoder
+    # of a critic or reward model: HF name, in the place of the vocabulary projection
+    value_head: str | None = None
+    # not of the decoder, but of low-rank adapters of these modules of it (``adapter_shape``); 0: of
+    # the decoder
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     # of a mixture, whose ``ffn_hidden_size`` is that of an expert (``mlps.moe``)
@@ -63,14 +70,17 @@ class ModelShape:
     experts_per_token: int = 0
     renormalizes: bool = False
     shared_ffn_hidden_size: int = 0
-    # by which embeddings, scores, what each branch of a layer adds, and logits (divided) differ from the usual ones
+    # by which embeddings, scores, what each branch of a layer adds, and logits (divided) differ
+    # from the usual ones
     embedding_factor: float = 1.0
     attention_scale: float | None = None  # None: head_dim ** -0.5
     residual_factor: float = 1.0
     logits_divisor: float = 1.0
     layers_without_rope: tuple[int, ...] = ()
-    rope: str | None = None  # JSON of rotary settings besides the two above (``positions.Settings``)
-    window: int | None = None  # of attention, tokens: longer sequences are not computed (``config.model_rules``)
+    # JSON of rotary settings besides the two above (``positions.Settings``)
+    rope: str | None = None
+    # of attention, tokens: longer sequences are not computed (``config.model_rules``)
+    window: int | None = None
 
     @property
     def family(self) -> Family:
@@ -80,7 +90,11 @@ class ModelShape:
     def rotary(self) -> positions.Settings:
         if self.rope is not None:
             return json.loads(self.rope)
-        scaled = {} if self.rope_scaling_factor is None else {**_LLAMA3, "factor": self.rope_scaling_factor}
+        scaled = (
+            {}
+            if self.rope_scaling_factor is None
+            else {**_LLAMA3, "factor": self.rope_scaling_factor}
+        )
         return {"rope_type": "default", "rope_theta": self.rope_theta, **scaled}
 
     @property
@@ -98,10 +112,15 @@ class ModelShape:
     def sizes(self) -> dict[str, int]:
         """Entries of each dimension that a ``Rule`` names."""
         return {
-            "one": 1, "hidden": self.hidden_size, "vocab": self.vocab_size, "head": self.head_dim,
-            "queries": self.num_heads * self.head_dim, "keys": self.num_kv_heads * self.head_dim,
-            "adapter": self.adapter_rank, **self.mlp.sizes,
-        }  # fmt: skip
+            "one": 1,
+            "hidden": self.hidden_size,
+            "vocab": self.vocab_size,
+            "head": self.head_dim,
+            "queries": self.num_heads * self.head_dim,
+            "keys": self.num_kv_heads * self.head_dim,
+            "adapter": self.adapter_rank,
+            **self.mlp.sizes,
+        }
 
     @property
     def attention_weights(self) -> int:
@@ -110,10 +129,11 @@ class ModelShape:
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence at which causal attention costs as many operations as the layer's matrix products.
+        """Tokens of a sequence at which causal attention costs as many operations as the layer's
+        matrix products.
 
-        Per token and layer: 2 operations for each weight; 2 * 2 * (length / 2) * heads * head_dim for scores and
-        weighted values, half of the sequence being visible on average.
+        Per token and layer: 2 operations for each weight; 2 * 2 * (length / 2) * heads * head_dim
+        for scores and weighted values, half of the sequence being visible on average.
         """
         return (self.attention_weights + self.mlp.token_weights) / (self.num_heads * self.head_dim)
 
@@ -122,15 +142,17 @@ class ModelShape:
 
 
 def read_model_shape(model_path: str | Path, model_type: str | None = None) -> ModelShape:
-    """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is none, a dimension is
-    missing, or the model type, rotary scaling, activation or bias is not built. ``model_type``: read as one of this."""
+    """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is
+    none, a dimension is missing, or the model type, rotary scaling, activation or bias is not
+    built. ``model_type``: read as one of this."""
     config = _config(model_path)
     return _shape(config if model_type is None else config | {"model_type": model_type}, model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
-    """The checkpoint's decoder with a value head, as critics and reward models build it; embeddings have nothing to be
-    tied to. An entry ``value_head_prefix`` of ``config.json`` wins over the given HF name of the head."""
+    """The checkpoint's decoder with a value head, as critics and reward models build it; embeddings
+    have nothing to be tied to. An entry ``value_head_prefix`` of ``config.json`` wins over the
+    given HF name of the head."""
     config = _config(model_path)
     check(config, str(_config_path(model_path)), {}, {"value_head_prefix": TEXT})
     prefix = config.get("value_head_prefix", value_head)
@@ -138,8 +160,9 @@ def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
 
 
 def read_value_scale(model_path: str | Path) -> tuple[float, float] | None:
-    """``mean`` and ``std`` of a reward model's ``config.json``, by which ``reward.normalize_enable`` divides; None: it
-    has neither. Raises InputError: only one is there, or they are no mean and std."""
+    """``mean`` and ``std`` of a reward model's ``config.json``, by which
+    ``reward.normalize_enable`` divides; None: it has neither. Raises InputError: only one is there,
+    or they are no mean and std."""
     config, path = _config(model_path), _config_path(model_path)
     if "mean" not in config and "std" not in config:
         return None
@@ -153,26 +176,40 @@ def _config_path(model_path: str | Path) -> Path:
 
 def _config(model_path: str | Path) -> dict[str, Any]:
     if Path(model_path).is_file():
-        raise InputError(f"{model_path} is a file: give the folder that holds config.json, weights and tokenizer")
+        raise InputError(
+            f"{model_path} is a file: give the folder that holds config.json, weights and tokenizer"
+        )
     if not Path(model_path).is_dir():
-        raise InputError(f"{model_path} does not exist (a hub name has the form org/name){similar_path(model_path)}")
+        raise InputError(
+            f"{model_path} does not exist (a hub name has the form "
+            f"org/name){similar_path(model_path)}"
+        )
     require_one_model(model_path)
     return read_json(_config_path(model_path), {"model_type": TEXT})
 
 
 def _up_to(most: int) -> Kind:
-    """A dimension; more than ten times that of the largest dense models is a slip, and memory is taken by it."""
-    return Kind(f"an integer from 1 to {most}", lambda value: is_integer(value) and 1 <= value <= most)
+    """A dimension; more than ten times that of the largest dense models is a slip, and memory is
+    taken by it."""
+    return Kind(
+        f"an integer from 1 to {most}", lambda value: is_integer(value) and 1 <= value <= most
+    )
 
 
 def _required(family: Family) -> dict[str, Kind]:
     own = {entry: _up_to(most) for entry, most in family.mlp.entries.values()}
     return {
-        "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
-        "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
+        "num_hidden_layers": _up_to(2**10),
+        "hidden_size": _up_to(2**18),
+        **own,
+        "num_attention_heads": _up_to(2**12),
+        "vocab_size": _up_to(2**22),
+        "rms_norm_eps": NUMBER,
+        "rope_theta": NUMBER,
+        "tie_word_embeddings": FLAG,
         **{entry: FLAG for entry in family.mlp.flags.values()},
         **{entry: _POSITIVE for entry in family.factors.values()},
-    }  # fmt: skip
+    }
 
 
 _POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
@@ -191,9 +228,15 @@ _OPTIONAL = {
 def _head_problems(config: dict[str, Any]) -> Iterator[str]:
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups and heads % groups:
-        yield f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {groups}"
+        yield (
+            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+            f"{groups}"
+        )
     if not config.get("head_dim") and config["hidden_size"] % heads:
-        yield f"hidden_size must be a multiple of num_attention_heads, got {config['hidden_size']} and {heads}"
+        yield (
+            f"hidden_size must be a multiple of num_attention_heads, got {config['hidden_size']} "
+            f"and {heads}"
+        )
 
 
 def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
@@ -209,7 +252,9 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     # what was read before there were other kinds keeps its form, which checkpoints hold
     usual = rope["rope_type"] == "llama3" and rope.items() >= _LLAMA3.items()
     is_told = usual or rope.keys() == {"rope_type", "rope_theta"}
-    factors: dict[str, Any] = {field: float(config[entry]) for field, entry in family.factors.items()}
+    factors: dict[str, Any] = {
+        field: float(config[entry]) for field, entry in family.factors.items()
+    }
     return ModelShape(
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],

@@ -1,16 +1,20 @@
-"""Transformer layers for machines without TransformerEngine, and causal attention over context-parallel ranks.
+"""Transformer layers for machines without TransformerEngine, and causal attention over
+context-parallel ranks.
 
-Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
-and the weight map are the same with and without it. They lift three limits of megatron-core 0.19.2's own local spec:
-``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:50), ``DotProductAttention`` materializes
-the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
-final norm cannot be chosen by a plain layer spec.
+Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so
+that checkpoints and the weight map are the same with and without it. They lift three limits of
+megatron-core 0.19.2's own local spec:
+``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:50),
+``DotProductAttention`` materializes the scores and refuses packed sequences and context parallelism
+(transformer/dot_product_attention.py:57, 154), and the final norm cannot be chosen by a plain layer
+spec.
 
-Under context parallelism every rank holds two chunks of every sequence ("zig-zag", see ``step.batch``). It gathers the
-keys and values of all ranks, one collective per layer, and attends from its own chunks; the backward pass scatters the
-summed gradients back.
+Under context parallelism every rank holds two chunks of every sequence ("zig-zag", see
+``step.batch``). It gathers the keys and values of all ranks, one collective per layer, and attends
+from its own chunks; the backward pass scatters the summed gradients back.
 
-Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head dimension.
+Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head
+dimension.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -50,7 +57,8 @@ from openrlhf_ext.megatron.step.batch import Routing, SharedPrompts
 
 
 class _GatherRanks(torch.autograd.Function):
-    """(ranks, ...) of every rank's tensor; backward: the sum of all ranks' gradients of this rank's tensor."""
+    """(ranks, ...) of every rank's tensor; backward: the sum of all ranks' gradients of this rank's
+    tensor."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,8 +76,10 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumRanks(torch.autograd.Function):
-    """Sum over the ranks; backward: the gradient as it is, for values that every rank then uses in the same
-    computation: the gradient of that one computation, not of as many copies of it as there are ranks."""
+    """Sum over the ranks; backward: the gradient as it is, for values that every rank then uses in
+    the same
+    computation: the gradient of that one computation, not of as many copies of it as there are
+    ranks."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -87,25 +97,35 @@ def sum_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumRanks.apply(tensor, group) if group.size() > 1 else tensor
 
 
-def causal_attention(query_BLND: Tensor, key_BLKD: Tensor, value_BLKD: Tensor, scale: float) -> Tensor:
-    """Causal attention of sequences of one length; with fewer queries than keys, the queries are their last ones."""
+def causal_attention(
+    query_BLND: Tensor, key_BLKD: Tensor, value_BLKD: Tensor, scale: float
+) -> Tensor:
+    """Causal attention of sequences of one length; with fewer queries than keys, the queries are
+    their last ones."""
     q, k, v = (t.transpose(1, 2) for t in (query_BLND, key_BLKD, value_BLKD))
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     else:
         mask = causal_lower_right(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
     return out.transpose(1, 2)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a tensor; ``back``: where in the result each of the tensor's rows is. ``more``: where those of ``rows``
-    are once more, then those of the first of them twice more, and so on, ``counts`` of them. What else the result has
-    gets no gradient. Torch's own backward of an index adds row by row, and on a GPU in no certain order."""
+    """Rows of a tensor; ``back``: where in the result each of the tensor's rows is. ``more``: where
+    those of ``rows`` are once more, then those of the first of them twice more, and so on,
+    ``counts`` of them. What else the result has gets no gradient. Torch's own backward of an index
+    adds row by row, and on a GPU in no certain order."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, places: Tensor, back: Tensor, rows: Tensor, more: Tensor, counts: tuple) -> Tensor:
+    def forward(
+        ctx, tensor: Tensor, places: Tensor, back: Tensor, rows: Tensor, more: Tensor, counts: tuple
+    ) -> Tensor:
         ctx.save_for_backward(back, rows, more)
         ctx.counts = counts
         return tensor.index_select(0, places)
@@ -139,8 +159,9 @@ class _TakeBack(torch.autograd.Function):
 
 
 class WholeRows:
-    """The sequences of a pack as attention needs them, whole, one behind the other: from the tokens that are computed,
-    of which those of a shared prompt are in several (``SharedPrompts``), and from its output those tokens'."""
+    """The sequences of a pack as attention needs them, whole, one behind the other: from the tokens
+    that are computed, of which those of a shared prompt are in several (``SharedPrompts``), and
+    from its output those tokens'."""
 
     def __init__(self, shared: SharedPrompts) -> None:
         self.places, self.back = shared.computed_P, shared.kept_L
@@ -154,10 +175,12 @@ class WholeRows:
 
 
 class PaddedRows(WholeRows):
-    """The same as rectangles of about as long sequences. A shorter one is padded at its end, which no token of it sees
-    under a causal mask."""
+    """The same as rectangles of about as long sequences. A shorter one is padded at its end, which
+    no token of it sees under a causal mask."""
 
-    def __init__(self, slots: Sequence[int], device: torch.device, shared: SharedPrompts | None = None) -> None:
+    def __init__(
+        self, slots: Sequence[int], device: torch.device, shared: SharedPrompts | None = None
+    ) -> None:
         order = sorted(range(len(slots)), key=lambda i: -slots[i])
         self.shapes: list[tuple[int, int]] = []  # (sequences, tokens) of each rectangle
         places, back = [], torch.empty(sum(slots), dtype=torch.long)
@@ -182,9 +205,13 @@ class PaddedRows(WholeRows):
             self.rows, self.more, self.counts = whole.rows, self.back[whole.more], whole.counts
             self.places, self.back = whole.places[self.places], self.back[whole.back]
 
-    def attention(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float) -> Tensor:
+    def attention(
+        self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float
+    ) -> Tensor:
         if self.as_they_are:
-            query, key, value = (x.unflatten(0, self.shapes[0]) for x in (query_LND, key_LKD, value_LKD))
+            query, key, value = (
+                x.unflatten(0, self.shapes[0]) for x in (query_LND, key_LKD, value_LKD)
+            )
             return causal_attention(query, key, value, scale).flatten(0, 1)
         rows = [self.gather(x) for x in (query_LND, key_LKD, value_LKD)]
         outputs, start = [], 0
@@ -197,9 +224,15 @@ class PaddedRows(WholeRows):
 
 
 def context_parallel_attention(
-    query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, slots: Sequence[int], scale: float, group: dist.ProcessGroup
+    query_LND: Tensor,
+    key_LKD: Tensor,
+    value_LKD: Tensor,
+    slots: Sequence[int],
+    scale: float,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """(L, N, D) causal attention over whole sequences, of which each has a slot of ``slots`` in the whole pack."""
+    """(L, N, D) causal attention over whole sequences, of which each has a slot of ``slots`` in the
+    whole pack."""
     size, rank = group.size(), group.rank()
     gathered = _GatherRanks.apply(torch.cat([key_LKD, value_LKD], -1), group)  # (ranks, L, K, 2 D)
     outputs, start = [], 0
@@ -209,7 +242,9 @@ def context_parallel_attention(
         for half, number in enumerate((rank, 2 * size - 1 - rank)):
             first, end = start + half * chunk, (number + 1) * chunk
             query = query_LND[first : first + chunk]
-            outputs.append(causal_attention(query[None], key[None, :end], value[None, :end], scale)[0])
+            outputs.append(
+                causal_attention(query[None], key[None, :end], value[None, :end], scale)[0]
+            )
         start += 2 * chunk
     return torch.cat(outputs)
 
@@ -221,7 +256,8 @@ def _in_order(pieces: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype (as transformers does)."""
+    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype (as
+    transformers does)."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
@@ -245,9 +281,12 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm followed by a column-parallel linear; parameter names of TELayerNormColumnParallelLinear."""
+    """RMS norm followed by a column-parallel linear; parameter names of
+    TELayerNormColumnParallelLinear."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = _norm_weight(input_size, config)
@@ -258,18 +297,25 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0, "bias": 0}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )  # fmt: skip
+            state,
+            prefix,
+            {"weight": 0, "bias": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, for attention on the host and on the device."""
 
-    slots: tuple[int, ...]  # length of each sequence's slot, on the host, because reading it from the device stalls
-    boundaries: Tensor  # (sequences + 1,) int32 where the slots begin and end, on the device that computes
-    shared: SharedPrompts | None = None  # slots and boundaries are of whole sequences, what comes may be less
+    # length of each sequence's slot, on the host, because reading it from the device stalls
+    slots: tuple[int, ...]
+    # (sequences + 1,) int32 where the slots begin and end, on the device that computes
+    boundaries: Tensor
+    # slots and boundaries are of whole sequences, what comes may be less
+    shared: SharedPrompts | None = None
     routing: Routing | None = None  # of a mixture of experts
 
     @cached_property
@@ -284,9 +330,9 @@ class PackedSequences(PackedSeqParams):
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention inside every sequence of a pack, those of about one length together (the
-    train step of a toy takes 4 % less than with one by one); on a GPU in half precision torch's variable-length flash
-    attention."""
+    """Causal scaled-dot-product attention inside every sequence of a pack, those of about one
+    length together (the train step of a toy takes 4 % less than with one by one); on a GPU in half
+    precision torch's variable-length flash attention."""
 
     def __init__(
         self,
@@ -299,7 +345,10 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if (attention_dropout or config.attention_dropout) != 0.0:
-            raise ValueError(f"attention dropout is not built: got {attention_dropout or config.attention_dropout}")
+            raise ValueError(
+                "attention dropout is not built: got "
+                f"{attention_dropout or config.attention_dropout}"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
 
@@ -320,21 +369,35 @@ class CausalAttention(torch.nn.Module):
             raise ValueError("CausalAttention takes packed sequences and no mask")
         slots = packed_seq_params.slots
         if self.cp_group.size() > 1:
-            return context_parallel_attention(query_LND, key_LKD, value_LKD, slots, self.scale, self.cp_group)
+            return context_parallel_attention(
+                query_LND, key_LKD, value_LKD, slots, self.scale, self.cp_group
+            )
         if query_LND.is_cuda and query_LND.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query_LND, key_LKD, value_LKD, packed_seq_params)
         return packed_seq_params.rows.attention(query_LND, key_LKD, value_LKD, self.scale)
 
-    def _varlen(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, pack: PackedSequences) -> Tensor:
+    def _varlen(
+        self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, pack: PackedSequences
+    ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         longest, whole = pack.max_seqlen_q, pack.whole
         if whole is not None:
-            query_LND, key_LKD, value_LKD = (whole.gather(x) for x in (query_LND, key_LKD, value_LKD))
+            query_LND, key_LKD, value_LKD = (
+                whole.gather(x) for x in (query_LND, key_LKD, value_LKD)
+            )
         out = varlen_attn(
-            query_LND, key_LKD, value_LKD, pack.boundaries, pack.boundaries, longest, longest, scale=self.scale,
-            window_size=(-1, 0), enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
-        )  # fmt: skip
+            query_LND,
+            key_LKD,
+            value_LKD,
+            pack.boundaries,
+            pack.boundaries,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
+        )
         assert isinstance(out, Tensor), "a tuple only if auxiliary outputs are asked for"
         return out if whole is None else whole.take(out)
 
@@ -345,17 +408,24 @@ def layer_spec(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=NormColumnParallelLinear, core_attention=CausalAttention, linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm, k_layernorm=qk_norm,
+            linear_qkv=NormColumnParallelLinear,
+            core_attention=CausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
-    )  # fmt: skip
+    )
     return ModuleSpec(
         module=RoutedLayer if mlp.is_mixture else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention, self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add,
-            **mlp.submodules(RMSNorm, NormColumnParallelLinear, ColumnParallelLinear, RowParallelLinear),
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,
+            **mlp.submodules(
+                RMSNorm, NormColumnParallelLinear, ColumnParallelLinear, RowParallelLinear
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def block_spec(

@@ -1,9 +1,11 @@
-"""The declarative map between Hugging Face tensors and Megatron parameters; nothing here reads files or talks to ranks.
+"""The declarative map between Hugging Face tensors and Megatron parameters; nothing here reads
+files or talks to ranks.
 
-A ``Rule`` of the family says which HF tensors make one Megatron parameter. How that is put together and cut over the
-tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF tensor); loading, exporting and the proof that
-every element has exactly one place (``tools.plan``) all read the same runs. The experts of a mixture are dealt over
-ranks first, as many to each as come one after the other, and each expert is cut over the ranks that share it.
+A ``Rule`` of the family says which HF tensors make one Megatron parameter. How that is put together
+and cut over the tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF tensor);
+loading, exporting and the proof that every element has exactly one place (``tools.plan``) all read
+the same runs. The experts of a mixture are dealt over ranks first, as many to each as come one
+after the other, and each expert is cut over the ranks that share it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,17 @@ from openrlhf_ext.megatron.model.shape import ModelShape
 
 
 def value_head_rule(shape: ModelShape) -> Rule:
-    return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated", ("one",), "hidden")
+    return Rule(
+        shape.family.output_rule.parameter,
+        (f"{shape.value_head}.weight",),
+        "replicated",
+        ("one",),
+        "hidden",
+    )
 
 
-# ---- adapters -------------------------------------------------------------------------------------------------------
+# ---- adapters
+# --------------------------------------------------------------------------------------------------
 
 
 def adapter_shape(base: ModelShape, adapter: Adapter) -> ModelShape:
@@ -47,14 +56,18 @@ def targeted(rule: Rule, targets: Collection[str]) -> list[int]:
 
 
 def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[Rule]:
-    """For every linear with an adapter how its two parameters (``layers.adapted``) are made of peft's tensors."""
+    """For every linear with an adapter how its two parameters (``layers.adapted``) are made of
+    peft's tensors."""
     for rule in rules:
         chosen = targeted(rule, targets)
         if not chosen:
             continue
         a, b = (rule.parameter.removesuffix("weight") + name for name in ("lora_a", "lora_b"))
         of_a, of_b = (
-            tuple(f"base_model.model.{name.removesuffix('weight')}{matrix}.weight" for name in rule.hf_names)
+            tuple(
+                f"base_model.model.{name.removesuffix('weight')}{matrix}.weight"
+                for name in rule.hf_names
+            )
             for matrix in ("lora_A", "lora_B")
         )
         if rule.split == "row":
@@ -69,12 +82,20 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
 
 
 def stage_rules(
-    shape: ModelShape, layers: range, first: bool, last: bool, shares: int = 1, share: int | None = None
+    shape: ModelShape,
+    layers: range,
+    first: bool,
+    last: bool,
+    shares: int = 1,
+    share: int | None = None,
 ) -> list[Rule]:
-    """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model. Of the
-    experts, dealt into ``shares``, those of one share, or of all, each as the rank names it that holds it."""
+    """Rules of one model chunk that holds the global ``layers``; parameters named as in that
+    chunk's model. Of the experts, dealt into ``shares``, those of one share, or of all, each as the
+    rank names it that holds it."""
     if shape.adapter_rank:
-        decoder = stage_rules(replace(shape, adapter_rank=0), layers, first=False, last=False, shares=shares)
+        decoder = stage_rules(
+            replace(shape, adapter_rank=0), layers, first=False, last=False, shares=shares
+        )
         return list(adapter_rules(decoder, shape.adapter_targets))
     family = shape.family
     rules = [family.embedding_rule] if first else []
@@ -98,15 +119,18 @@ def _layer_rules(shape: ModelShape, shares: int, share: int | None) -> Iterator[
     for of_experts, rules in groupby(shape.family.layer_rules, key=lambda rule: rule.is_of_experts):
         together = list(rules)
         if of_experts:
-            yield from (rule.at_expert(number % each, number) for number in numbers for rule in together)
+            yield from (
+                rule.at_expert(number % each, number) for number in numbers for rule in together
+            )
         else:
             yield from together
 
 
 class Held(NamedTuple):
-    """A parameter of a stage's model chunk: each rank of the stage that shares it holds a shard of it, and all copies
-    hold the same shards. ``share``: which share of the experts it belongs to, None: none. ``gives``: this stage exports
-    it (tied embeddings are on two stages, and the first one exports them)."""
+    """A parameter of a stage's model chunk: each rank of the stage that shares it holds a shard of
+    it, and all copies hold the same shards. ``share``: which share of the experts it belongs to,
+    None: none. ``gives``: this stage exports it (tied embeddings are on two stages, and the first
+    one exports them)."""
 
     rule: Rule
     stage: int
@@ -122,11 +146,14 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
         first, last = layers.start == 0, layers.stop == shape.num_layers
         for rule in stage_rules(shape, layers, first, last, shares):
             share = None if rule.expert is None else rule.expert * shares // shape.num_experts
-            yield Held(rule, stage, chunk, share, first or shape.family.embedding not in rule.hf_names)
+            yield Held(
+                rule, stage, chunk, share, first or shape.family.embedding not in rule.hf_names
+            )
 
 
 class Cut(NamedTuple):
-    """How many ranks share a parameter: ``tensor`` ranks, or ``expert_tensor`` one of an expert; experts are dealt into
+    """How many ranks share a parameter: ``tensor`` ranks, or ``expert_tensor`` one of an expert;
+    experts are dealt into
     ``expert_shares``."""
 
     tensor: int
@@ -148,9 +175,12 @@ class RankParameter(NamedTuple):
 
 @cache
 def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
-    """A layer's parameters, or its adapters, on one rank; parameters in the order in which Megatron builds them."""
+    """A layer's parameters, or its adapters, on one rank; parameters in the order in which Megatron
+    builds them."""
     shares = cut.expert_shares
-    rules = {rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)}
+    rules = {
+        rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)
+    }
     each = range(max(1, shape.num_experts // shares))
     built = [
         f"decoder.layers.0.{name}".replace("{expert}", str(number))
@@ -165,7 +195,8 @@ def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
     )
 
 
-# ---- shapes and places --------------------------------------------------------------------------------------------
+# ---- shapes and places
+# --------------------------------------------------------------------------------------------
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -185,12 +216,18 @@ class HFTensor:
 def hf_tensors(shape: ModelShape) -> list[HFTensor]:
     """Every tensor of the HF checkpoint, in the order in which ``HFExporter.rows`` yields them."""
     rules = stage_rules(shape, range(shape.num_layers), first=True, last=True)
-    return [HFTensor(n, s) for rule in rules for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True) if n]
+    return [
+        HFTensor(n, s)
+        for rule in rules
+        for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True)
+        if n
+    ]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Entries [start, stop) of HF tensor number ``tensor`` along the rule's axis; None stands for padding."""
+    """Entries [start, stop) of HF tensor number ``tensor`` along the rule's axis; None stands for
+    padding."""
 
     tensor: int | None
     start: int
@@ -205,7 +242,8 @@ class Run:
 
 
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
-    """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the rule's axis."""
+    """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the
+    rule's axis."""
     if rule.split in ("qkv", "gate_up"):
         rows = [shape.sizes[part] for part in rule.rows]
         runs = _qkv_runs(shape) if rule.split == "qkv" else _gate_up_runs(rows[0] // size, size)
@@ -227,11 +265,14 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
 
 def _gate_up_runs(part: int, size: int) -> Iterator[Run]:
     """Per shard its part of the gate, then of up."""
-    return (Run(tensor, rank * part, (rank + 1) * part) for rank in range(size) for tensor in (0, 1))
+    return (
+        Run(tensor, rank * part, (rank + 1) * part) for rank in range(size) for tensor in (0, 1)
+    )
 
 
 def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
-    """The run as it is where every part is a tensor; in their stack if the rule has but one tensor."""
+    """The run as it is where every part is a tensor; in their stack if the rule has but one
+    tensor."""
     if run.tensor is None:
         return run
     if len(rule.hf_names) > 1:
@@ -241,8 +282,8 @@ def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
 
 @dataclass(frozen=True)
 class Shard:
-    """Number ``tp`` of the ``tp_size`` shards of a parameter that tensor-parallel ranks hold, or those that share an
-    expert."""
+    """Number ``tp`` of the ``tp_size`` shards of a parameter that tensor-parallel ranks hold, or
+    those that share an expert."""
 
     tp: int = 0
     tp_size: int = 1
@@ -277,12 +318,15 @@ def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
     return tuple(whole)
 
 
-# ---- one tensor, both directions ----------------------------------------------------------------------------------
+# ---- one tensor, both directions
+# ----------------------------------------------------------------------------------
 
 
-def fill_shard(shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[int, Run], Tensor]) -> None:
-    """Writes a shard run by run, so that only one run of an HF tensor is in memory beside it. ``read`` gives the
-    entries of a run of HF tensor number ``i``, in the tensor's own dtype."""
+def fill_shard(
+    shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[int, Run], Tensor]
+) -> None:
+    """Writes a shard run by run, so that only one run of an HF tensor is in memory beside it.
+    ``read`` gives the entries of a run of HF tensor number ``i``, in the tensor's own dtype."""
     position = 0
     for run in runs:
         target = shard.narrow(rule.axis, position, len(run))
@@ -295,8 +339,8 @@ def fill_shard(shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[i
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard from ``source`` on, and their place in the
-    rule's Hugging Face tensor number ``tensor``, from ``target`` on."""
+    """``length`` rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard from ``source`` on,
+    and their place in the rule's Hugging Face tensor number ``tensor``, from ``target`` on."""
 
     tensor: int
     dim: int
@@ -311,7 +355,8 @@ class Piece:
         return tensor.narrow(self.dim, self.target, self.length)
 
     def between(self, start: int, stop: int) -> Piece:
-        """What of a run of rows lies in rows [start, stop) of the tensor, of which its place is then counted."""
+        """What of a run of rows lies in rows [start, stop) of the tensor, of which its place is
+        then counted."""
         first, end = max(self.target, start), min(self.target + self.length, stop)
         source = self.source + first - self.target
         return replace(self, target=first - start, source=source, length=max(0, end - first))
@@ -319,7 +364,8 @@ class Piece:
 
 @cache
 def placement(rule: Rule, shape: ModelShape, shard: Shard) -> tuple[Piece, ...]:
-    """What a shard gives of the rule's Hugging Face tensors; the first one gives those that all hold whole."""
+    """What a shard gives of the rule's Hugging Face tensors; the first one gives those that all
+    hold whole."""
     if rule.split == "replicated" and shard.tp != 0:
         return ()
     pieces, position = [], 0

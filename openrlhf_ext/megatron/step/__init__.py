@@ -2,4 +2,5 @@
 
 
 class NonFiniteUpdateError(FloatingPointError):
-    """The loss or the gradient norm of a train step is NaN or infinite, on every rank; the step was not applied."""
+    """The loss or the gradient norm of a train step is NaN or infinite, on every rank; the step was
+    not applied."""

@@ -1,22 +1,25 @@
-"""Sequences as the policy sees them, and the packs of those that are computed together, without padding.
+"""Sequences as the policy sees them, and the packs of those that are computed together, without
+padding.
 
-Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
-slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and
-layers may want multiples of something: that takes a few tokens of padding per sequence, and some at the end of the
-pack. Padding stands behind its sequence, so that causal attention never lets a real token see it, and nothing reads
-what it computes.
+Every sequence has a slot in the pack. A slot is as long as its sequence, except that context
+parallelism cuts every slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a
+rank's whole share into ``tp`` pieces, and layers may want multiples of something: that takes a few
+tokens of padding per sequence, and some at the end of the pack. Padding stands behind its sequence,
+so that causal attention never lets a real token see it, and nothing reads what it computes.
 
-Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
-holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
+Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp``
+chunks of a slot, rank r holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same
+work under a causal mask.
 
-Sequences of a pack that begin with the same prompt share what is computed of it, all but its last token, which predicts
-the first response token of its own sequence: the pack holds the prompt once, and only attention sees whole sequences
-(``SharedPrompts``). Not under context parallelism, where every rank holds pieces of every sequence.
+Sequences of a pack that begin with the same prompt share what is computed of it, all but its last
+token, which predicts the first response token of its own sequence: the pack holds the prompt once,
+and only attention sees whole sequences (``SharedPrompts``). Not under context parallelism, where
+every rank holds pieces of every sequence.
 
-Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
-response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack (with every prompt as often as
-there are sequences), L = those that this rank computes, X = those of shared prompts, Y = layers, K = experts of each
-token.
+Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of
+response tokens, N = response tokens of all (of a pack: that this rank predicts), P = tokens of the
+whole pack (with every prompt as often as there are sequences), L = those that this rank computes, X
+= those of shared prompts, Y = layers, K = experts of each token.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from openrlhf_ext.algorithms.segments import Packed, RowSelection, Segments
 
 
 class Prompts(NamedTuple):
-    """What rows begin with, all but the last token of the prompt: (B,) its length, and the first row with the same."""
+    """What rows begin with, all but the last token of the prompt: (B,) its length, and the first
+    row with the same."""
 
     tokens_B: np.ndarray
     first_B: np.ndarray
@@ -44,16 +48,19 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceBatch(Packed):
-    """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
-    or in none. A response token at position p is predicted by the hidden state at p - 1.
+    """Concatenated sequences without padding, and where their response tokens are: in several
+    ranges (of several turns) or in none. A response token at position p is predicted by the hidden
+    state at p - 1.
 
-    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence, None: of all. Where
-    they travel by reference, ``routed_B`` is of each sequence what to fetch, and its place in it.
+    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence,
+    None: of all. Where they travel by reference, ``routed_B`` is of each sequence what to fetch,
+    and its place in it.
     """
 
     tokens_M: Tensor  # int32
     lengths_B: Tensor  # int64, tokens of each sequence
-    ranges_R2: Tensor  # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
+    # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
+    ranges_R2: Tensor
     ranges_B: Tensor  # int64, how many ranges each sequence has
     experts_MYK: Tensor | None = None  # uint8 or int16
     told_B: Tensor | None = None  # int64
@@ -86,24 +93,32 @@ class SequenceBatch(Packed):
 
     @property
     def predict_N(self) -> Tensor:
-        """(N,) int64 position in its sequence of the hidden state that predicts each response token."""
+        """(N,) int64 position in its sequence of the hidden state that predicts each response
+        token."""
         spans = self.ranges_R2.tolist()
-        return torch.cat([self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)])
+        return torch.cat(
+            [self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)]
+        )
 
     @cached_property
     def prompts(self) -> Prompts:
-        """What is before the token that predicts the first response token; nothing of a row without responses."""
+        """What is before the token that predicts the first response token; nothing of a row without
+        responses."""
         turns_B, tokens = self.ranges_B.numpy(), self.tokens_M.numpy()
         lengths_B = np.zeros(len(self), np.int64)
         first_range_B = np.cumsum(turns_B) - turns_B
         lengths_B[turns_B > 0] = self.ranges_R2.numpy()[first_range_B[turns_B > 0], 0] - 1
         spans = zip(self.sequences.bounds[:-1].tolist(), lengths_B.tolist(), strict=True)
         rows: dict[bytes, int] = {}
-        first = [rows.setdefault(tokens[start : start + n].tobytes(), row) for row, (start, n) in enumerate(spans)]
+        first = [
+            rows.setdefault(tokens[start : start + n].tobytes(), row)
+            for row, (start, n) in enumerate(spans)
+        ]
         return Prompts(lengths_B, np.array(first, np.int64))
 
     def repeated(self, rows: Iterable[int]) -> list[int]:
-        """How many tokens at the beginning of each of these rows one before it has too: its prompt or nothing."""
+        """How many tokens at the beginning of each of these rows one before it has too: its prompt
+        or nothing."""
         seen, counts = set(), []
         for row in rows:
             first = int(self.prompts.first_B[row])
@@ -120,7 +135,9 @@ class SequenceBatch(Packed):
             self.ranges_B[index],
             None if self.experts_MYK is None else self.sequences.take(self.experts_MYK, rows),
             None if self.told_B is None else self.told_B[index],
-            None if self.routed_B is None else tuple(self.routed_B[row] for row in torch.arange(len(self))[index]),
+            None
+            if self.routed_B is None
+            else tuple(self.routed_B[row] for row in torch.arange(len(self))[index]),
         )
 
     def with_experts(self, experts_B: Sequence[np.ndarray]) -> SequenceBatch:
@@ -131,24 +148,37 @@ class SequenceBatch(Packed):
         for start, rows_RYK in zip(self.sequences.bounds[:-1].tolist(), experts_B, strict=True):
             experts_MYK[start : start + len(rows_RYK)] = rows_RYK
         signed = experts_MYK.view(np.int16) if experts_MYK.dtype == np.uint16 else experts_MYK
-        return replace(self, experts_MYK=torch.from_numpy(signed), told_B=torch.from_numpy(told_B), routed_B=None)
+        return replace(
+            self,
+            experts_MYK=torch.from_numpy(signed),
+            told_B=torch.from_numpy(told_B),
+            routed_B=None,
+        )
 
     @classmethod
     def padding_row(cls) -> SequenceBatch:
-        """One row without response tokens: what a data-parallel rank runs when it got no sequence of its own."""
+        """One row without response tokens: what a data-parallel rank runs when it got no sequence
+        of its own."""
         return sequence_batch([np.zeros(2, np.int32)], [()])
 
 
-def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]) -> SequenceBatch:
-    """Builds a batch of (S_i,) int32 sequences, prompt and response, whose response tokens are at ascending [start,
-    stop). Raises ValueError, naming the row whose ranges are not in order between its second token and its end."""
+def sequence_batch(
+    sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]
+) -> SequenceBatch:
+    """Builds a batch of (S_i,) int32 sequences, prompt and response, whose response tokens are at
+    ascending [start, stop). Raises ValueError, naming the row whose ranges are not in order between
+    its second token and its end."""
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
         edges = [1, *(edge for span in spans for edge in span), length]
         if any(later < earlier for earlier, later in zip(edges, edges[1:], strict=False)):
-            raise ValueError(f"row {row} of {length} tokens cannot have its response tokens at {list(spans)}")
+            raise ValueError(
+                f"row {row} of {length} tokens cannot have its response tokens at {list(spans)}"
+            )
     return SequenceBatch(
-        torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *sequences], dtype=np.int32, casting="same_kind")),
+        torch.from_numpy(
+            np.concatenate([np.zeros(0, np.int32), *sequences], dtype=np.int32, casting="same_kind")
+        ),
         torch.tensor(lengths, dtype=torch.long),
         torch.tensor([span for spans in actions for span in spans], dtype=torch.long).view(-1, 2),
         torch.tensor(ranges, dtype=torch.long),
@@ -164,8 +194,9 @@ class LogprobEntropy(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueTargets(Packed):
-    """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old values), with the old
-    values around which new ones are clipped. ``segments``: which of the N response tokens are whose. ``tokens``:
+    """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old
+    values), with the old values around which new ones are clipped. ``segments``: which of the N
+    response tokens are whose. ``tokens``:
     response tokens of the whole mini-batch, of which these rows may be a share."""
 
     old_values_N: Tensor
@@ -174,7 +205,9 @@ class ValueTargets(Packed):
     tokens: Tensor
 
     def select(self, rows: RowSelection) -> ValueTargets:
-        values_N, returns_N = (self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N))
+        values_N, returns_N = (
+            self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N)
+        )
         return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
@@ -182,33 +215,40 @@ class ValueTargets(Packed):
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
+    """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory
+    on its own."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """How whole sequences, which attention needs, come from the tokens that are computed, and the other way."""
+    """How whole sequences, which attention needs, come from the tokens that are computed, and the
+    other way."""
 
     computed_P: Tensor  # int64, which of the L computed tokens every token of the whole pack is
-    kept_L: Tensor  # int64, where in the whole pack the computed tokens are: a prompt in its first sequence
-    prompts_X: Tensor  # int64, the computed tokens of prompts of several sequences, those of most sequences first
-    copies: Tensor  # int64, where in the whole pack the first of these X tokens are once more, then twice more, ...
+    # int64, where in the whole pack the computed tokens are: a prompt in its first sequence
+    kept_L: Tensor
+    # int64, the computed tokens of prompts of several sequences, those of most sequences first
+    prompts_X: Tensor
+    # int64, where in the whole pack the first of these X tokens are once more, then twice more, ...
+    copies: Tensor
     copy_counts: tuple[int, ...]  # how many of them these are
 
     def to(self, device: torch.device) -> SharedPrompts:
         computed_P, kept_L, prompts_X, copies = (
-            _moved(tensor, device) for tensor in (self.computed_P, self.kept_L, self.prompts_X, self.copies)
+            _moved(tensor, device)
+            for tensor in (self.computed_P, self.kept_L, self.prompts_X, self.copies)
         )
         return SharedPrompts(computed_P, kept_L, prompts_X, copies, self.copy_counts)
 
 
 class Routing(NamedTuple):
-    """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
-    under sequence parallelism): how many of the micro-batch's tokens each of them is, 0 of padding; and, if experts are
-    given, those of the tokens ``told_L``. For all others, padding and last tokens among them, routers choose. The
-    micro-batch's tokens ``own_H``, of its rows ``row_H``, are these tokens ``seen_H``: one that is computed once for
-    several rows is in each. ``weight_B``: of each row in the loss that balances the load, before its tokens' number;
+    """What the routers of a mixture of experts are told of the tokens that this rank computes (of
+    its piece of them under sequence parallelism): how many of the micro-batch's tokens each of them
+    is, 0 of padding; and, if experts are given, those of the tokens ``told_L``. For all others,
+    padding and last tokens among them, routers choose. The micro-batch's tokens ``own_H``, of its
+    rows ``row_H``, are these tokens ``seen_H``: one that is computed once for several rows is in
+    each. ``weight_B``: of each row in the loss that balances the load, before its tokens' number;
     None: there is no such loss."""
 
     times_L: Tensor  # int64
@@ -225,20 +265,24 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch as this rank computes it, its N response tokens (under context parallelism perhaps none) in the
-    order of the batch. What is known before the device computes is a plain value or an index, so that nothing has to be
-    read back."""
+    """A micro-batch as this rank computes it, its N response tokens (under context parallelism
+    perhaps none) in the order of the batch. What is known before the device computes is a plain
+    value or an index, so that nothing has to be read back."""
 
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence
-    hidden_N: Tensor  # int64, which of this rank's L tokens' hidden states predict the N response tokens
+    # int64, which of this rank's L tokens' hidden states predict the N response tokens
+    hidden_N: Tensor
     places_N: Tensor  # int64, which of the micro-batch's response tokens they are
     targets_N: Tensor  # int64, their token ids
-    rows: slice  # which rows of the whole batch these are, and which of its response tokens, in the order of the plan
+    # which rows of the whole batch these are, and which of its response tokens, in the order of the
+    # plan
+    rows: slice
     tokens: slice
     boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
     slots: tuple[int, ...]  # length of each slot in the whole pack
-    piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
+    # how many of the N hidden states are in each piece of this rank's L tokens
+    piece_counts: tuple[int, ...]
     shared: SharedPrompts | None  # None: every sequence has its prompt for itself
     routing: Routing | None  # None: of a dense model
 
@@ -248,17 +292,22 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         tensors: dict[str, Any] = {
-            name: _moved(value, device) for name, value in vars(self).items() if torch.is_tensor(value)
+            name: _moved(value, device)
+            for name, value in vars(self).items()
+            if torch.is_tensor(value)
         }
         routing = None if self.routing is None else self.routing.to(device)
-        return replace(self, **tensors, shared=self.shared and self.shared.to(device), routing=routing)
+        return replace(
+            self, **tensors, shared=self.shared and self.shared.to(device), routing=routing
+        )
 
 
 @dataclass(frozen=True)
 class PackShape:
-    """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
-    of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1. ``shares_prompts``: a prompt
-    of several sequences is computed once. ``is_mixture``: routers want to know of tokens (``Routing``)."""
+    """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the
+    pack, each a multiple of ``piece_unit`` tokens: the tensor-parallel size under sequence
+    parallelism, else 1. ``shares_prompts``: a prompt of several sequences is computed once.
+    ``is_mixture``: routers want to know of tokens (``Routing``)."""
 
     context_parallel_size: int = 1
     pieces: int = 1
@@ -281,25 +330,28 @@ class PackShape:
         return counts if worth else [0] * len(rows)
 
     def slots(self, lengths: Sequence[int], repeated: int = 0) -> tuple[int, ...]:
-        """Length of each sequence's slot; the last one takes what the tokens that are computed, all but ``repeated``,
-        need to be cut evenly."""
+        """Length of each sequence's slot; the last one takes what the tokens that are computed, all
+        but ``repeated``, need to be cut evenly."""
         slots = [-(-length // self.unit) * self.unit for length in lengths]
         slots[-1] += -(sum(slots) - repeated) % self.pack_unit
         return tuple(slots)
 
     def tokens_per_rank(self, lengths: Sequence[int], repeated: int = 0) -> int:
-        return (sum(self.slots(lengths, repeated)) - repeated) // (self.context_parallel_size * self.pieces)
+        return (sum(self.slots(lengths, repeated)) - repeated) // (
+            self.context_parallel_size * self.pieces
+        )
 
 
-# the part of a pack's tokens that sharing has to save is one in this many: gathering whole sequences around attention
-# moves some 50 kB a token and layer of a 7B model, which takes an H100 about a hundredth of its layer's time
+# the part of a pack's tokens that sharing has to save is one in this many: gathering whole
+# sequences around attention moves some 50 kB a token and layer of a 7B model, which takes an H100
+# about a hundredth of its layer's time
 _SHARED_FROM = 32
 
 
 @dataclass
 class TokenCount:
-    """Tokens in the packs that were made: of sequences, and with the padding behind them; and those of prompts that
-    were not computed again."""
+    """Tokens in the packs that were made: of sequences, and with the padding behind them; and those
+    of prompts that were not computed again."""
 
     real: int = 0
     packed: int = 0
@@ -315,7 +367,8 @@ def pack(
     context_parallel_rank: int = 0,
     piece: int = 0,
 ) -> PackedBatch:
-    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it;
+    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response
+    tokens before it;
     ``piece``: which of the pieces of its share this rank has."""
     repeated = shape.repeated(batch, range(len(batch)))
     slots = shape.slots(batch.lengths_B.tolist(), sum(repeated))
@@ -343,15 +396,22 @@ def pack(
         slots=slots,
         piece_counts=tuple(torch.bincount(pieces, minlength=shape.pieces).tolist()),
         shared=shared,
-        routing=_routing(batch, starts_B, mine_L, shape.pieces, piece, shared) if shape.is_mixture else None,
+        routing=_routing(batch, starts_B, mine_L, shape.pieces, piece, shared)
+        if shape.is_mixture
+        else None,
     )
 
 
 def _routing(
-    batch: SequenceBatch, starts_B: Tensor, mine_L: Tensor, pieces: int, piece: int, shared: SharedPrompts | None
+    batch: SequenceBatch,
+    starts_B: Tensor,
+    mine_L: Tensor,
+    pieces: int,
+    piece: int,
+    shared: SharedPrompts | None,
 ) -> Routing:
-    """Of a piece of the tokens at these places of the whole pack. Of a shared prompt experts are those of its first
-    row."""
+    """Of a piece of the tokens at these places of the whole pack. Of a shared prompt experts are
+    those of its first row."""
     places_M, each = batch.sequences.block(slice(None)).positions(starts_B), len(mine_L) // pieces
     own_L = mine_L[piece * each : (piece + 1) * each]
     last = max(int(mine_L.max()), int(places_M.max()))
@@ -374,11 +434,15 @@ def _routing(
     return Routing(times_L, source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], *seen)
 
 
-def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:
-    """Every prompt computed in the slot of its first sequence. ``ends``: where the slots of the whole pack begin, and
-    its end; ``repeated``: how many tokens at the beginning of each are an earlier one's."""
+def share_prompts(
+    batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]
+) -> SharedPrompts:
+    """Every prompt computed in the slot of its first sequence. ``ends``: where the slots of the
+    whole pack begin, and its end; ``repeated``: how many tokens at the beginning of each are an
+    earlier one's."""
     first = batch.prompts.first_B.tolist()
-    copies: dict[int, list[int]] = {}  # the first row of each shared prompt: where the others' slots begin
+    # the first row of each shared prompt: where the others' slots begin
+    copies: dict[int, list[int]] = {}
     kept_P = torch.ones(ends[-1], dtype=torch.bool)
     for row, count in enumerate(repeated):
         if count:
@@ -402,8 +466,11 @@ def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[
     )
 
 
-def local_places(slots: Sequence[int], context_parallel_size: int, context_parallel_rank: int) -> Tensor:
-    """(L,) int64: which places of the whole pack this context-parallel rank holds, in the order in which it does."""
+def local_places(
+    slots: Sequence[int], context_parallel_size: int, context_parallel_rank: int
+) -> Tensor:
+    """(L,) int64: which places of the whole pack this context-parallel rank holds, in the order in
+    which it does."""
     if context_parallel_size == 1:
         return torch.arange(sum(slots))
     chunks = (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank)
@@ -414,7 +481,9 @@ def local_places(slots: Sequence[int], context_parallel_size: int, context_paral
     return torch.cat(pieces)
 
 
-def _whole_pack(batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor) -> tuple[Tensor, Tensor]:
+def _whole_pack(
+    batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """(P,) token ids, 0 in padding, and (P,) positions."""
     whole = batch.sequences.block(slice(None))
     tokens_P = torch.zeros(sum(slots), dtype=torch.long)

@@ -1,7 +1,8 @@
 """Which rows are computed together: on which data-parallel rank, and in which micro-batch.
 
-Rows that begin with the same prompt are cheaper together, because a pack computes a prompt once (``step.batch``): they
-are dealt along their prompts where that takes less time than the best balance of single rows.
+Rows that begin with the same prompt are cheaper together, because a pack computes a prompt once
+(``step.batch``): they are dealt along their prompts where that takes less time than the best
+balance of single rows.
 """
 
 from __future__ import annotations
@@ -18,25 +19,29 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch
 
 
 def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``); infinite: tokens alone
-    count."""
+    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``);
+    infinite: tokens alone count."""
     return [length * (1.0 + length / attention_length) for length in lengths]
 
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What rows cost in a model: see ``sequence_costs``, and whether packs compute the prompt of several rows once."""
+    """What rows cost in a model: see ``sequence_costs``, and whether packs compute the prompt of
+    several rows once."""
 
     attention_length: float = math.inf
     shares_prompts: bool = False
 
     def of(self, batch: SequenceBatch, rows: Sequence[int]) -> np.ndarray:
         """Relative computing time of each of these rows, one behind the other in a pack."""
-        costs = np.array(sequence_costs(batch.lengths_B[list(rows)].tolist(), self.attention_length))
+        costs = np.array(
+            sequence_costs(batch.lengths_B[list(rows)].tolist(), self.attention_length)
+        )
         return costs - batch.repeated(rows) if self.shares_prompts else costs
 
     def along_prompts(self, batch: SequenceBatch) -> list[int] | None:
-        """The rows in an order in which those of a prompt are neighbors; None where that saves nothing."""
+        """The rows in an order in which those of a prompt are neighbors; None where that saves
+        nothing."""
         tokens_B, first_B = batch.prompts
         again = first_B != np.arange(len(batch))
         if not self.shares_prompts or not tokens_B[again].any():
@@ -48,20 +53,24 @@ TOKENS = RowCosts()  # rows cost their tokens
 
 
 def deal_rows(batch: SequenceBatch, parts: int, costs: RowCosts) -> list[list[int]]:
-    """Each data-parallel rank's rows, at about equal cost; along their prompts where the rank with the most work then
-    has less than by ``balance_rows``."""
+    """Each data-parallel rank's rows, at about equal cost; along their prompts where the rank with
+    the most work then has less than by ``balance_rows``."""
     bins = balance_rows(batch.lengths_B, parts, costs.attention_length)
     if (order := costs.along_prompts(batch)) is None:
         return bins
     each = costs.of(batch, order)
     part = ((each.cumsum() - each / 2) * (parts / each.sum())).astype(int)
-    along = [[row for row, own in zip(order, part, strict=True) if own == number] for number in range(parts)]
+    along = [
+        [row for row, own in zip(order, part, strict=True) if own == number]
+        for number in range(parts)
+    ]
     return min((along, bins), key=lambda bins: max(costs.of(batch, rows).sum() for rows in bins))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What rows take of a micro-batch's capacity, and how much less where their prompt is another one's in it."""
+    """What rows take of a micro-batch's capacity, and how much less where their prompt is another
+    one's in it."""
 
     rows: Sequence[int]
     repeated: Sequence[int]
@@ -71,7 +80,8 @@ class Sizes:
 def plan_micro_batches(
     batch: SequenceBatch, sizes: Sizes, at_least: int, costs: RowCosts, stages: int
 ) -> list[list[int]]:
-    """``micro_batches``, or those along the prompts where a pipeline of so many stages takes less time with them."""
+    """``micro_batches``, or those along the prompts where a pipeline of so many stages takes less
+    time with them."""
     each = sequence_costs(batch.lengths_B.tolist(), costs.attention_length)
     plan = micro_batches(each, sizes.rows, sizes.capacity, at_least)
     if (order := costs.along_prompts(batch)) is None:
@@ -92,8 +102,8 @@ def plan_micro_batches(
 def micro_batches_along(
     order: Sequence[int], prompt_of: Sequence[int], sizes: Sizes, at_least: int = 1
 ) -> list[list[int]]:
-    """Neighbors in ``order``, along the prompts of the rows, in as few micro-batches as that takes, or in ``at_least``
-    so many, and these about equally full."""
+    """Neighbors in ``order``, along the prompts of the rows, in as few micro-batches as that takes,
+    or in ``at_least`` so many, and these about equally full."""
     count = max(at_least, len(_runs(order, prompt_of, sizes, sizes.capacity)))
     least, most = 1, sizes.capacity
     while least < most:
@@ -106,7 +116,9 @@ def micro_batches_along(
     return bins + [[] for _ in range(at_least - len(bins))]
 
 
-def _runs(order: Sequence[int], prompt_of: Sequence[int], sizes: Sizes, capacity: int) -> list[list[int]]:
+def _runs(
+    order: Sequence[int], prompt_of: Sequence[int], sizes: Sizes, capacity: int
+) -> list[list[int]]:
     runs: list[list[int]] = []
     filled, prompt = math.inf, -1
     for row in order:
@@ -119,20 +131,27 @@ def _runs(order: Sequence[int], prompt_of: Sequence[int], sizes: Sizes, capacity
     return runs
 
 
-def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty. The
-    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969)."""
+def balance_rows(
+    lengths_B: Tensor, parts: int, attention_length: float = math.inf
+) -> list[list[int]]:
+    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may
+    stay empty. The longest go first, each to the rank with the least work so far: never worse than
+    4/3 of the optimum (Graham 1969)."""
     costs = sequence_costs(lengths_B.tolist(), attention_length)
     bins = _deal(costs, [0] * len(costs), 1, parts)
     assert bins is not None, "rows of size 0 fit everywhere"
     return bins
 
 
-def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
-    """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost, the costliest first.
+def micro_batches(
+    costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1
+) -> list[list[int]]:
+    """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost,
+    the costliest first.
 
-    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row larger than that gets
-    a micro-batch of its own. ``at_least``: how many to make even if fewer would do, empty ones when rows are few.
+    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row
+    larger than that gets a micro-batch of its own. ``at_least``: how many to make even if fewer
+    would do, empty ones when rows are few.
     """
     # rows that cannot share a micro-batch with each other, and those that fill one
     alone = sum(2 * size > capacity for size in sizes)
@@ -151,9 +170,12 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
     return sorted(bins, key=lambda rows: -sum(costs[row] for row in rows))
 
 
-def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
-    Bins without room wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the costs."""
+def _deal(
+    costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int
+) -> list[list[int]] | None:
+    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if
+    one finds none. Bins without room wait apart, by what they hold, until a smaller row comes:
+    sizes mostly fall with the costs."""
     bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
     open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
     tight: list[tuple[int, int]] = []  # heap of (filled, bin)
@@ -176,5 +198,3 @@ def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: in
     for row, chosen in enumerate(bin_of):
         bins[chosen].append(row)
     return bins
-
-

@@ -1,10 +1,11 @@
-"""Adam whose states (moments, fp32 master weights) wait in host memory, and pass over the device in blocks at an update
-(``ds.adam_offload``).
+"""Adam whose states (moments, fp32 master weights) wait in host memory, and pass over the device in
+blocks at an update (``ds.adam_offload``).
 
-The arithmetic is that of the optimizer that keeps them on the device: the same class, on the same numbers, with the
-same gradients. A block is a range of one long row of all states of a parameter group, cut anywhere, because Adam works
-entry by entry: every copy is a large one, however small parameters are. Megatron's own HybridDeviceOptimizer updates on
-the CPU, whose rounding is another, and goes on from old master weights after a checkpoint was loaded.
+The arithmetic is that of the optimizer that keeps them on the device: the same class, on the same
+numbers, with the same gradients. A block is a range of one long row of all states of a parameter
+group, cut anywhere, because Adam works entry by entry: every copy is a large one, however small
+parameters are. Megatron's own HybridDeviceOptimizer updates on the CPU, whose rounding is another,
+and goes on from old master weights after a checkpoint was loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ BLOCK_BYTES = _SLOTS * _BLOCK * 4 * (len(MOMENTS) + 1)
 
 
 class HostOptimizer:
-    """What Megatron's distributed optimizer needs of its inner optimizer, in the place of ``adam``. Its parameters are
-    shards of the model's, in their own precision, with their gradient as ``decoupled_grad``. It is no torch optimizer,
-    which would refuse shards of fp32 parameters: they are views.
+    """What Megatron's distributed optimizer needs of its inner optimizer, in the place of ``adam``.
+    Its parameters are shards of the model's, in their own precision, with their gradient as
+    ``decoupled_grad``. It is no torch optimizer, which would refuse shards of fp32 parameters: they
+    are views.
 
-    ``state``: flat host tensors of each shard. Raises MemoryError: the host does not give, or does not pin, the memory.
+    ``state``: flat host tensors of each shard. Raises MemoryError: the host does not give, or does
+    not pin, the memory.
     """
 
     def __init__(self, adam: torch.optim.Optimizer) -> None:
@@ -53,10 +56,18 @@ class HostOptimizer:
     def _row(self, parameters: list[Tensor]) -> dict[str, Tensor]:
         """Zeros and master weights of all parameters of a group, one behind the other."""
         total = sum(parameter.numel() for parameter in parameters)
-        names = (*MOMENTS, MASTER) if any(_has_master(parameter) for parameter in parameters) else MOMENTS
+        names = (
+            (*MOMENTS, MASTER)
+            if any(_has_master(parameter) for parameter in parameters)
+            else MOMENTS
+        )
         row = {name: _host_memory(total, self._device, self) for name in names}
         for piece in _pieces(parameters, 0, total):
-            held = {name: row[name][piece.of_row] for name in names if name != MASTER or _has_master(piece.parameter)}
+            held = {
+                name: row[name][piece.of_row]
+                for name in names
+                if name != MASTER or _has_master(piece.parameter)
+            }
             if MASTER in held:
                 held[MASTER].copy_(piece.parameter.detach())
             self.state[piece.parameter] = held
@@ -64,17 +75,21 @@ class HostOptimizer:
 
     @property
     def masters(self) -> list[Tensor]:
-        return [held[MASTER] for parameter in self.state if MASTER in (held := self.tensors(parameter))]
+        return [
+            held[MASTER] for parameter in self.state if MASTER in (held := self.tensors(parameter))
+        ]
 
     def tensors(self, parameter: Tensor) -> dict[str, Tensor]:
-        """``state`` of a shard once the last update has arrived there: for whoever reads or writes it on the host."""
+        """``state`` of a shard once the last update has arrived there: for whoever reads or writes
+        it on the host."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self.state[parameter]
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of all parameters. The device's current stream waits for all of it, the host for nothing."""
+        """One update of all parameters. The device's current stream waits for all of it, the host
+        for nothing."""
         computing = _Lane.current(self._device)
         started = computing.clock()
         longest = max((len(row[MOMENTS[0]]) for row in self._rows), default=0)
@@ -89,14 +104,25 @@ class HostOptimizer:
             group["step"] += 1
             total = len(row[MOMENTS[0]])
             for low in range(0, total, _BLOCK):
-                self._pass_over(group, row, slice(low, min(low + _BLOCK, total)), slots[passed % _SLOTS], computing)
+                self._pass_over(
+                    group,
+                    row,
+                    slice(low, min(low + _BLOCK, total)),
+                    slots[passed % _SLOTS],
+                    computing,
+                )
                 passed += 1
         for slot in slots:
             computing.wait(slot.left)
         self._passes.append((started, computing.clock()))
 
     def _pass_over(
-        self, group: dict[str, Any], row: dict[str, Tensor], block: slice, slot: _Slot, computing: _Lane
+        self,
+        group: dict[str, Any],
+        row: dict[str, Tensor],
+        block: slice,
+        slot: _Slot,
+        computing: _Lane,
     ) -> None:
         here = {name: slot.rooms[name][: block.stop - block.start] for name in row}
         with self._coming.after(slot.left):
@@ -110,7 +136,8 @@ class HostOptimizer:
         slot.left = self._going.mark()
 
     def _update(self, group: dict[str, Any], here: dict[str, Tensor], block: slice) -> None:
-        """Adam's step on a block, from and to ``here``; parameters of less precision get their masters' new values."""
+        """Adam's step on a block, from and to ``here``; parameters of less precision get their
+        masters' new values."""
         mains: list[Tensor] = []
         pieces = [*_pieces(group["params"], block.start, block.stop)]
         self._adam.state = defaultdict(dict)
@@ -120,7 +147,8 @@ class HostOptimizer:
             main.grad = piece.gradient
             mains.append(main)
             self._adam.state[main] = {name: here[name][room] for name in MOMENTS}
-            if isinstance(self._adam, (torch.optim.Adam, torch.optim.AdamW)):  # TransformerEngine's counts per group
+            # TransformerEngine's counts per group
+            if isinstance(self._adam, (torch.optim.Adam, torch.optim.AdamW)):
                 self._adam.state[main]["step"] = torch.tensor(float(group["step"] - 1))
         self._adam.param_groups = [{**group, "params": mains, "step": group["step"] - 1}]
         self._adam.step()
@@ -168,14 +196,16 @@ def _pieces(parameters: list[Tensor], low: int, high: int) -> Iterator[_Piece]:
 
 @dataclass
 class _Slot:
-    """Room on the device for a block of every kind of state; ``left``: when the last block has left it."""
+    """Room on the device for a block of every kind of state; ``left``: when the last block has left
+    it."""
 
     rooms: dict[str, Tensor]
     left: Any = None
 
 
 class _Lane:
-    """A stream of a GPU; on a CPU everything is done in the order in which it is asked for, and there is none."""
+    """A stream of a GPU; on a CPU everything is done in the order in which it is asked for, and
+    there is none."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -218,10 +248,13 @@ def _seconds(first: Any, last: Any) -> float:
 
 
 def _host_memory(entries: int, device: torch.device, owner: HostOptimizer) -> Tensor:
-    """Zeros; for a GPU on its NUMA node, and registered with the driver as long as ``owner`` is there: torch's own
-    pinned memory is rounded up to a power of two. Raises MemoryError."""
+    """Zeros; for a GPU on its NUMA node, and registered with the driver as long as ``owner`` is
+    there: torch's own pinned memory is rounded up to a power of two. Raises MemoryError."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    size = f"rank {rank}: {4 * entries / 2**30:.1f} GiB of host memory for Adam's states (ds.adam_offload)"
+    size = (
+        f"rank {rank}: {4 * entries / 2**30:.1f} GiB of host memory for Adam's states "
+        "(ds.adam_offload)"
+    )
     try:
         if device.type != "cuda":
             return torch.zeros(entries)
@@ -234,7 +267,8 @@ def _host_memory(entries: int, device: torch.device, owner: HostOptimizer) -> Te
     runtime = torch.cuda.cudart()
     if code := int(runtime.cudaHostRegister(row.data_ptr(), row.nbytes, 0)):
         raise MemoryError(
-            f"{size} cannot be pinned (cudaHostRegister: error {code}); use more nodes, or leave ds.adam_offload out"
+            f"{size} cannot be pinned (cudaHostRegister: error {code}); use more nodes, or leave "
+            "ds.adam_offload out"
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, row.data_ptr()).atexit = False
     return row

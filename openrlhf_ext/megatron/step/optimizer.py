@@ -1,4 +1,5 @@
-"""Megatron's (distributed) optimizer and learning-rate schedule with OpenRLHF's options; gradient norms by group."""
+"""Megatron's (distributed) optimizer and learning-rate schedule with OpenRLHF's options; gradient
+norms by group."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    clip_grads,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -37,10 +43,14 @@ class NoGradientError(RuntimeError):
 
 
 def build_optimizer(
-    models: list[torch.nn.Module], options: Optimizer, megatron: Megatron, dtype: torch.dtype, on_host: bool = False
+    models: list[torch.nn.Module],
+    options: Optimizer,
+    megatron: Megatron,
+    dtype: torch.dtype,
+    on_host: bool = False,
 ) -> MegatronOptimizer:
-    """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16. ``on_host``: its states wait
-    in host memory (``HostOptimizer``)."""
+    """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16.
+    ``on_host``: its states wait in host memory (``HostOptimizer``)."""
     adam = options.adam
     config = OptimizerConfig(
         optimizer="adam",
@@ -56,7 +66,8 @@ def build_optimizer(
         use_distributed_optimizer=megatron.distributed_optimizer_enable,
         overlap_param_gather=megatron.overlap_param_gather,
     )
-    # without it the distributed optimizer keeps master weights of its own, and hands gradients over as ``grad``
+    # without it the distributed optimizer keeps master weights of its own, and hands gradients over
+    # as ``grad``
     # (megatron-core 0.19.2 optimizer/distrib_optimizer.py:422, 2774)
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     if has_transformer_engine():
@@ -65,14 +76,16 @@ def build_optimizer(
     for part in single_optimizers(optimizer) if on_host else ():
         if part.optimizer is not None:
             part.optimizer = HostOptimizer(part.optimizer)
-    # what its step asks for before it clips and moves anything (megatron-core 0.19.2 optimizer/optimizer.py:1866)
+    # what its step asks for before it clips and moves anything (megatron-core 0.19.2
+    # optimizer/optimizer.py:1866)
     optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
     return optimizer
 
 
 def _take_its_kernels() -> None:
-    """megatron-core 0.19.2 takes TransformerEngine's kernels for the norm and the clip of gradients if there is one of
-    release 2.14 among them (optimizer/clip_grads.py:10), and otherwise waits for the GPU at every tensor."""
+    """megatron-core 0.19.2 takes TransformerEngine's kernels for the norm and the clip of gradients
+    if there is one of release 2.14 among them (optimizer/clip_grads.py:10), and otherwise waits for
+    the GPU at every tensor."""
     from transformer_engine.pytorch import optimizers
 
     clip_grads.multi_tensor_applier = optimizers.multi_tensor_applier
@@ -81,8 +94,8 @@ def _take_its_kernels() -> None:
 
 
 def single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
-    """Those that Megatron has chained: of experts, and of all else. A rank without parameters of a kind has an inner
-    optimizer of None there."""
+    """Those that Megatron has chained: of experts, and of all else. A rank without parameters of a
+    kind has an inner optimizer of None there."""
     return [] if optimizer is None else list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -94,13 +107,19 @@ def host_optimizers(optimizer: MegatronOptimizer | None) -> list[HostOptimizer]:
 def _finite_norm(norm: Callable[[], float]) -> float:
     value = norm()
     if not math.isfinite(value):
-        raise NonFiniteUpdateError(f"values that are not finite: the train step gave the gradient norm {value}")
+        raise NonFiniteUpdateError(
+            f"values that are not finite: the train step gave the gradient norm {value}"
+        )
     return value
 
 
 def final_lr(options: Optimizer) -> float:
     """Rate at the end of the schedule; only cosine_with_min_lr does not end at zero."""
-    return options.adam.lr * options.min_lr_ratio if options.lr_scheduler == "cosine_with_min_lr" else 0.0
+    return (
+        options.adam.lr * options.min_lr_ratio
+        if options.lr_scheduler == "cosine_with_min_lr"
+        else 0.0
+    )
 
 
 def warmup_steps(options: Optimizer, updates: int) -> int:
@@ -111,8 +130,11 @@ def warmup_steps(options: Optimizer, updates: int) -> int:
     return math.ceil(options.lr_warmup_ratio * updates) if counted is None else counted
 
 
-def build_scheduler(optimizer: MegatronOptimizer, options: Optimizer, updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
+def build_scheduler(
+    optimizer: MegatronOptimizer, options: Optimizer, updates: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is
+    lost to rate 0."""
     warmup, decay = warmup_steps(options, updates), options.adam.weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -129,9 +151,12 @@ def build_scheduler(optimizer: MegatronOptimizer, options: Optimizer, updates: i
     )
 
 
-def advance(scheduler: OptimizerParamScheduler, options: Optimizer, updates: int, share: Fraction | None) -> None:
-    """Moves a schedule of ``updates`` steps to the rate of the next update: to that ``share`` of the whole, or one step
-    on where none is given. A warm-up of a number of steps goes by steps in any case."""
+def advance(
+    scheduler: OptimizerParamScheduler, options: Optimizer, updates: int, share: Fraction | None
+) -> None:
+    """Moves a schedule of ``updates`` steps to the rate of the next update: to that ``share`` of
+    the whole, or one step on where none is given. A warm-up of a number of steps goes by steps in
+    any case."""
     is_counted = isinstance(options, Actor) and options.lr_warmup_steps is not None
     if share is None or (is_counted and scheduler.num_steps < scheduler.lr_warmup_steps):
         scheduler.step(1)
@@ -140,7 +165,8 @@ def advance(scheduler: OptimizerParamScheduler, options: Optimizer, updates: int
     scheduler.step(0)
 
 
-# ---- the norm of the gradient by group of parameters, of the whole model, each gradient counted once ----------------
+# ---- the norm of the gradient by group of parameters, of the whole model, each gradient counted
+# once ----------------
 
 
 def group_of(name: str) -> str:
@@ -148,9 +174,13 @@ def group_of(name: str) -> str:
     if "layernorm" in name or "layer_norm" in name:
         return "norms"
     for group, part in (
-        ("embedding", "embedding."), ("head", "output_layer."), ("attention", ".self_attention."),
-        ("router", ".mlp.router."), ("experts", ".mlp.experts."), ("mlp", ".mlp."),
-    ):  # fmt: skip
+        ("embedding", "embedding."),
+        ("head", "output_layer."),
+        ("attention", ".self_attention."),
+        ("router", ".mlp.router."),
+        ("experts", ".mlp.experts."),
+        ("mlp", ".mlp."),
+    ):
         if part in name:
             return group
     raise ValueError(f"parameter {name} belongs to none of the groups {GROUPS}")
@@ -160,8 +190,9 @@ def group_of(name: str) -> str:
 def gradient_squares(
     models: Sequence[DistributedDataParallel], layout: ParallelLayout, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will use, before
-    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``."""
+    """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will
+    use, before clipping, and whether it has any of the group: to be added up over all ranks for
+    ``gradient_norms``."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
@@ -176,8 +207,9 @@ def gradient_squares(
 
 
 def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[str, float]:
-    """``{"grad_norm/<group>": norm}`` of the whole model. The squares of all groups add up to that of the global norm;
-    groups without parameters of their own are left out (the head of a model with tied embeddings)."""
+    """``{"grad_norm/<group>": norm}`` of the whole model. The squares of all groups add up to that
+    of the global norm; groups without parameters of their own are left out (the head of a model
+    with tied embeddings)."""
     found = zip(GROUPS, squares, present, strict=True)
     return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
 
@@ -189,10 +221,14 @@ def _counted_gradients(
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     sharded = model.ddp_config.use_distributed_optimizer
     copies = [(buffer, layout.copy(rank)) for buffer in model.buffers]
-    copies += [(buffer, layout.place(rank).expert_replica) for buffer in model.expert_parallel_buffers]
+    copies += [
+        (buffer, layout.place(rank).expert_replica) for buffer in model.expert_parallel_buffers
+    ]
     for buffer in [buffer for buffer, copy in copies if sharded or copy == 0]:
         for parameter, (start, stop, bucket) in buffer.param_index_map.items():
-            if not (param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)):
+            if not (
+                param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+            ):
                 continue
             if sharded:  # the reduction left the sum in this rank's part of the bucket only
                 low, high = _own_range(buffer, bucket)

@@ -1,8 +1,10 @@
-"""Micro-batches of a built model through Megatron's pipeline schedules, and what ranks of a model exchange beside them.
+"""Micro-batches of a built model through Megatron's pipeline schedules, and what ranks of a model
+exchange beside them.
 
-Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never sent. Every public
-method of ``Schedule`` is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B =
-sequences, N = response tokens of a micro-batch that this rank predicts, L = its tokens on this rank, H = hidden size.
+Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never
+sent. Every public method of ``Schedule`` is a collective over all ranks of the model unless it says
+otherwise. Shape suffixes: B = sequences, N = response tokens of a micro-batch that this rank
+predicts, L = its tokens on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -43,23 +45,31 @@ from openrlhf_ext.megatron.watchdog import progress
 
 
 class StageCommunicator(P2PCommunicator):
-    """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
+    """Exchanges activations and gradients of micro-batches of different lengths with the
+    neighboring stages.
 
-    Megatron-core 0.19.2 sends the shapes first and posts its operations in the order (send to previous, receive from
-    previous, send to next, receive from next). With two stages both neighbors are the same rank, and messages between
-    two ranks match in the order in which they are posted: under the interleaved schedule a gradient then arrives where
-    an activation is awaited, silently if both have the same shape (pipeline_parallel/p2p_communication.py:18, 213).
-    Here every rank posts its receives in the order in which its neighbor posts the matching sends. ``lengths``: tokens
-    of each micro-batch in a message (those of one rank), in the order of the schedule.
+    Megatron-core 0.19.2 sends the shapes first and posts its operations in the order (send to
+    previous, receive from previous, send to next, receive from next). With two stages both
+    neighbors are the same rank, and messages between two ranks match in the order in which they are
+    posted: under the interleaved schedule a gradient then arrives where an activation is awaited,
+    silently if both have the same shape (pipeline_parallel/p2p_communication.py:18, 213). Here
+    every rank posts its receives in the order in which its neighbor posts the matching sends.
+    ``lengths``: tokens of each micro-batch in a message (those of one rank), in the order of the
+    schedule.
     """
 
     def __init__(
-        self, pp_group: dist.ProcessGroup, config: TransformerConfig, lengths: Sequence[int], chunks: int
+        self,
+        pp_group: dist.ProcessGroup,
+        config: TransformerConfig,
+        lengths: Sequence[int],
+        chunks: int,
     ) -> None:
         super().__init__(pp_group, config)
         rank, last = pp_group.rank(), pp_group.size() - 1
         order = schedule_order(len(lengths), chunks, pp_group.size())
-        # activations enter the first chunk of the first stage from nowhere, as gradients do the last of the last
+        # activations enter the first chunk of the first stage from nowhere, as gradients do the
+        # last of the last
         self._from_prev = self._shapes(lengths, order, skip_first_chunk=rank == 0)
         self._from_next = self._shapes(lengths, order, skip_first_chunk=rank == last)
 
@@ -71,9 +81,16 @@ class StageCommunicator(P2PCommunicator):
                 yield lengths[micro_batch], 1, self.config.hidden_size
 
     def _communicate(
-        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool, **_
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        **_,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
+        """(received from previous, received from next, nothing to wait for); Megatron's one shape
+        is not used."""
         from_prev = self._empty(self._from_prev) if recv_prev else None
         from_next = self._empty(self._from_next) if recv_next else None
         operations = [
@@ -92,18 +109,24 @@ class StageCommunicator(P2PCommunicator):
 
     def _empty(self, shapes: Iterator[tuple[int, int, int]]) -> Tensor:
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        return torch.empty(next(shapes), device=device, dtype=self.config.pipeline_dtype, requires_grad=True)
+        return torch.empty(
+            next(shapes), device=device, dtype=self.config.pipeline_dtype, requires_grad=True
+        )
 
 
 def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order in which a stage computes them forward; backward, chunks count from the end."""
+    """(micro-batch, chunk) in the order in which a stage computes them forward; backward, chunks
+    count from the end."""
     if chunks == 1:
         return [(micro_batch, 0) for micro_batch in range(micro_batches)]
     return get_schedule_table(micro_batches, chunks, stages)
 
 
-def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
-    """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out; {} without PP."""
+def pipeline_arguments(
+    config: TransformerConfig, lengths: Sequence[int], chunks: int
+) -> dict[str, Any]:
+    """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out;
+    {} without PP."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
         return {}
@@ -115,11 +138,15 @@ def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks
         embd=parallel_state.get_embedding_group(check_initialized=False),
         pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
     )
-    return {"p2p_communicator": StageCommunicator(stages, config, lengths, chunks), "pg_collection": groups}
+    return {
+        "p2p_communicator": StageCommunicator(stages, config, lengths, chunks),
+        "pg_collection": groups,
+    }
 
 
 def agreed(tensor: Tensor, device: torch.device) -> Tensor:
-    """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the last bit."""
+    """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the
+    last bit."""
     on_device = tensor.to(device)
     group = parallel_state.get_tensor_model_parallel_group()
     dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
@@ -127,12 +154,14 @@ def agreed(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_over_replicas(tensor: Tensor, device: torch.device) -> Tensor:
-    """Sum over the data-parallel ranks, the same bits on every rank if those of each replica agree."""
+    """Sum over the data-parallel ranks, the same bits on every rank if those of each replica
+    agree."""
     group, on_device = parallel_state.get_data_parallel_group(), tensor.to(device)
     if not tensor.is_floating_point():
         dist.all_reduce(on_device, group=group)
         return on_device.to(tensor.device)
-    # in the order of the ranks: what a reduction adds first is its own business, and may differ between groups
+    # in the order of the ranks: what a reduction adds first is its own business, and may differ
+    # between groups
     parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, on_device, group=group)
     return torch.stack(parts).sum(0).to(tensor.device)
@@ -150,27 +179,32 @@ def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
 
 
 def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
-    """The values of all response tokens of this micro-batch in order; differentiable. A collective of the
-    context-parallel ranks, each of which gives those of its own: when all go on to compute the same loss, the gradient
-    of each entry goes to the rank that gave it."""
+    """The values of all response tokens of this micro-batch in order; differentiable. A collective
+    of the context-parallel ranks, each of which gives those of its own: when all go on to compute
+    the same loss, the gradient of each entry goes to the rank that gave it."""
     mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
     return sum_ranks(mine, parallel_state.get_context_parallel_group())
 
 
 class TokenValues:
-    """``count`` fp32 values of every response token of a batch, which the micro-batches of a plan give one by one."""
+    """``count`` fp32 values of every response token of a batch, which the micro-batches of a plan
+    give one by one."""
 
-    def __init__(self, batch: SequenceBatch, plan: Sequence[list[int]], count: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: SequenceBatch, plan: Sequence[list[int]], count: int, device: torch.device
+    ) -> None:
         self._responses, self._order, self._device = batch.responses, planned_rows(plan), device
         self._planned = torch.zeros(count, batch.responses.tokens, device=device)
 
     def keep(self, part: PackedBatch, values: Sequence[Tensor]) -> None:
-        """Those of the tokens that this rank predicts, which are the other context-parallel ranks' zeros."""
+        """Those of the tokens that this rank predicts, which are the other context-parallel ranks'
+        zeros."""
         mine = torch.stack([value.float() for value in values])
         self._planned[:, part.tokens].scatter_(1, part.places_N.expand_as(mine), mine)
 
     def in_order(self) -> list[Tensor]:
-        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of its ranks."""
+        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of
+        its ranks."""
         planned = sum_ranks(self._planned, parallel_state.get_context_parallel_group())
         broadcast_from_last_stage(planned, self._device)
         segments, inverse = self._responses.select(self._order), np.argsort(self._order).tolist()
@@ -183,7 +217,8 @@ LossFunction = Callable[[PackedBatch, Tensor], PackLoss]
 
 
 class Schedule:
-    """Pipeline schedules over the micro-batches of batches; ``counted``: tokens of packs since ``take_count``."""
+    """Pipeline schedules over the micro-batches of batches; ``counted``: tokens of packs since
+    ``take_count``."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
@@ -193,16 +228,20 @@ class Schedule:
         self._names: list[str] = []  # of the metrics that any rank has given so far
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
-        """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a budget of tokens, at
-        about equal costs. Every data-parallel rank gets as many micro-batches, so some may be empty."""
+        """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a
+        budget of tokens, at about equal costs. Every data-parallel rank gets as many micro-batches,
+        so some may be empty."""
         costs, sizes = self._costs, self._sizes(batch, forward_only)
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         # interleaved schedules want whole rounds of micro-batches
         multiple = stages if len(self._model.chunks) > 1 else 1
         fewest = plan_micro_batches(batch, sizes, multiple, costs, stages)
         most = -(-self._most(len(fewest)) // multiple) * multiple
-        # dealt to that many they are about equal; that fails only where rows are hard to fit, and empty ones do then
-        plan = fewest if len(fewest) == most else plan_micro_batches(batch, sizes, most, costs, stages)
+        # dealt to that many they are about equal; that fails only where rows are hard to fit, and
+        # empty ones do then
+        plan = (
+            fewest if len(fewest) == most else plan_micro_batches(batch, sizes, most, costs, stages)
+        )
         return plan if len(plan) == most else [*fewest, *([] for _ in range(most - len(fewest)))]
 
     def _sizes(self, batch: SequenceBatch, forward_only: bool) -> Sizes:
@@ -212,11 +251,13 @@ class Schedule:
             capacity = (settings.rollout if forward_only else settings.train).micro_batch_size
             return Sizes([1] * rows, [0] * rows, capacity)
         shape = self._pack_shape
-        slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
+        # sequences share what the end of a pack takes
+        slots = PackShape(shape.context_parallel_size)
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
         sizes = [slots.slots([length])[0] for length in batch.lengths_B.tolist()]
-        # attention keeps its input and output of whole sequences: of what a layer keeps of a token less than a quarter,
-        # or less than half where it keeps nothing of the MLP (recompute_modules mlp)
+        # attention keeps its input and output of whole sequences: of what a layer keeps of a token
+        # less than a quarter, or less than half where it keeps nothing of the MLP
+        # (recompute_modules mlp)
         return Sizes(sizes, (batch.prompts.tokens_B // 2).tolist(), max(capacity, shape.pack_unit))
 
     def _most(self, count: int) -> int:
@@ -234,15 +275,16 @@ class Schedule:
         training: bool | None = None,
         taken: TakenExperts | None = None,
     ) -> list[dict[str, Tensor]]:
-        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too. Returns the
-        metrics of each micro-batch on the last stage, nothing elsewhere.
+        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only``
+        backward too. Returns the metrics of each micro-batch on the last stage, nothing elsewhere.
 
-        ``plan``: rows of each micro-batch; one without rows computes a dummy and no loss. ``loss`` is called on the
-        last stage for every micro-batch that has response tokens, with its pack (on this rank's device) and the hidden
-        states that predict its response tokens on this rank, of which a context-parallel rank may have none
-        (``part.places_N``). It should read nothing back from the device: the host queues the next micro-batch
-        meanwhile. ``training``: whether modules are in training mode; None: unless ``forward_only``. ``taken`` gets the
-        experts of a mixture.
+        ``plan``: rows of each micro-batch; one without rows computes a dummy and no loss. ``loss``
+        is called on the last stage for every micro-batch that has response tokens, with its pack
+        (on this rank's device) and the hidden states that predict its response tokens on this rank,
+        of which a context-parallel rank may have none (``part.places_N``). It should read nothing
+        back from the device: the host queues the next micro-batch meanwhile. ``training``: whether
+        modules are in training mode; None: unless ``forward_only``. ``taken`` gets the experts of a
+        mixture.
         """
 
         numbers = itertools.count(1)  # each model chunk of this stage counts its own
@@ -259,7 +301,8 @@ class Schedule:
             self._model.gather_parameters()
         lengths = self._count_pieces(batch, plan)
         weight = 0.0 if forward_only else self._balance_weight(batch)
-        parts = itertools.tee(self._parts(batch, plan, weight), len(self._model.models))  # each chunk goes through all
+        # each chunk goes through all
+        parts = itertools.tee(self._parts(batch, plan, weight), len(self._model.models))
         with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
                 forward_step_func=step,
@@ -273,7 +316,8 @@ class Schedule:
             )
 
     def _balance_weight(self, batch: SequenceBatch) -> float:
-        """Of each token in the loss that balances a layer's load, a mean over tokens of the mini-batch and layers; 0:
+        """Of each token in the loss that balances a layer's load, a mean over tokens of the
+        mini-batch and layers; 0:
         there is none. A collective of the replicas where there is."""
         coef = self._model.settings.aux_loss_coef
         if not coef or not self._model.shape.num_experts:
@@ -281,24 +325,38 @@ class Schedule:
         tokens = int(sum_over_replicas(batch.lengths_B.sum(), self.device))
         return coef / (self._model.shape.num_layers * max(1, tokens))
 
-    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]], weight: float = 0.0) -> Iterator[PackedBatch]:
+    def _parts(
+        self, batch: SequenceBatch, plan: Sequence[list[int]], weight: float = 0.0
+    ) -> Iterator[PackedBatch]:
         rank, row, token = parallel_state.get_context_parallel_rank(), 0, 0
-        piece = parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
+        piece = (
+            parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
+        )
         for rows in plan:
             part = batch.select(rows) if rows else SequenceBatch.padding_row()
-            place = {"first_row": row, "first_token": token, "context_parallel_rank": rank, "piece": piece}
+            place = {
+                "first_row": row,
+                "first_token": token,
+                "context_parallel_rank": rank,
+                "piece": piece,
+            }
             packed = pack(part, self._pack_shape, **place)
             if not rows:
                 packed = replace(packed, rows=slice(row, row))
             elif weight and packed.routing is not None:
-                packed = replace(packed, routing=packed.routing._replace(weight_B=weight / part.lengths_B.double()))
+                packed = replace(
+                    packed,
+                    routing=packed.routing._replace(weight_B=weight / part.lengths_B.double()),
+                )
             yield packed.to(self.device)
             row, token = row + len(rows), token + part.responses.tokens
 
     @property
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
+        unit = math.lcm(
+            *(converter.piece_unit(pieces) for converter in self._model.settings.converters)
+        )
         shares, is_mixture = self._costs.shares_prompts, self._model.shape.num_experts > 0
         return PackShape(self.config.context_parallel_size, pieces, unit, shares, is_mixture)
 
@@ -319,11 +377,16 @@ class Schedule:
         return counted
 
     def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
-        # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
+        # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for
+        # nothing
         dtype = {} if self._model.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
         return model(
-            tokens, positions, None, packed_seq_params=packed_sequences(part, self.config.apply_rope_fusion), **dtype
+            tokens,
+            positions,
+            None,
+            packed_seq_params=packed_sequences(part, self.config.apply_rope_fusion),
+            **dtype,
         )
 
     def _finish(self, loss: LossFunction, part: PackedBatch, hidden: Tensor) -> PackLoss:
@@ -332,14 +395,19 @@ class Schedule:
         return loss(part, self._model.response_states(hidden.squeeze(1), part))
 
     def _nothing(self, hidden: Tensor) -> Tensor:
-        if self._model.settings.optimizer is None or not self._model.settings.megatron.overlap_grad_reduce:
+        if (
+            self._model.settings.optimizer is None
+            or not self._model.settings.megatron.overlap_grad_reduce
+        ):
             return hidden[:0].sum()
-        # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
+        # a bucket is reduced when the last micro-batch has given a gradient to all of its
+        # parameters, to the head's too
         return hidden[:0].sum() + self._model.output_embedding()[:0].sum()
 
     @contextmanager
     def _training(self, training: bool) -> Iterator[None]:
-        """Megatron recomputes activations only in training mode, in which alone the state of converters moves."""
+        """Megatron recomputes activations only in training mode, in which alone the state of
+        converters moves."""
         for model in self._model.models:
             model.train(training)
         try:
@@ -355,12 +423,17 @@ class Schedule:
         count: int,
         routed: list[SequenceBatch] | None = None,
     ) -> list[Tensor]:
-        """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its replica; ``values`` gives
-        the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives.
+        """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its
+        replica; ``values`` gives the ``count`` values of those that a rank predicts, from the pack
+        and what ``response_states`` gives.
         ``routed`` gets the batch with the experts that a mixture's routers took."""
         plan = self.plan(batch, forward_only=True)
         kept = TokenValues(batch, plan, count, self.device)
-        taken = None if routed is None else TakenExperts(batch, planned_rows(plan), self.config, self.device)
+        taken = (
+            None
+            if routed is None
+            else TakenExperts(batch, planned_rows(plan), self.config, self.device)
+        )
 
         def keep(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             kept.keep(part, values(part, states))
@@ -374,9 +447,12 @@ class Schedule:
     def sum_metrics(
         self, shares: Sequence[dict[str, Tensor]], more: Sequence[Tensor] = ()
     ) -> tuple[dict[str, float], list[list[float]]]:
-        """The shares of all micro-batches and data-parallel ranks added up, and ``more``: fp64 vectors of every rank;
-        identical on every rank. All of it leaves the device at once, when the names are those of an earlier call."""
-        numbers = [item for share in shares for item in share.items()] if self._counts_metrics() else []
+        """The shares of all micro-batches and data-parallel ranks added up, and ``more``: fp64
+        vectors of every rank; identical on every rank. All of it leaves the device at once, when
+        the names are those of an earlier call."""
+        numbers = (
+            [item for share in shares for item in share.items()] if self._counts_metrics() else []
+        )
         sums = self._sum(numbers, more)
         if sums is not None:
             return sums
@@ -399,19 +475,28 @@ class Schedule:
         heads = torch.cat([torch.tensor([float(new)]), counts]).double().to(self.device)
         sums = torch.zeros(len(known), dtype=torch.float64, device=self.device)
         if named:
-            values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for _, value in named]
+            values = [
+                torch.as_tensor(value, dtype=torch.float64, device=self.device)
+                for _, value in named
+            ]
             sums.index_add_(0, places.to(self.device), torch.stack(values))
         parts = [heads, sums, *more]
         total = torch.cat(parts)
         dist.all_reduce(total)
-        (anywhere, *present), totals, *others = (part.tolist() for part in total.cpu().split([len(p) for p in parts]))
+        (anywhere, *present), totals, *others = (
+            part.tolist() for part in total.cpu().split([len(p) for p in parts])
+        )
         if anywhere:
             return None
         return {name: totals[place] for name, place in known.items() if present[place]}, others
 
     def _counts_metrics(self) -> bool:
         """True on one rank of each replica: the others of the last stage hold copies."""
-        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        first = (
+            parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_context_parallel_rank()
+            == 0
+        )
         return self._model.on_last_stage and first
 
 

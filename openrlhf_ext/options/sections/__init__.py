@@ -1,4 +1,5 @@
-"""The sections of a configuration: one file per group, each with its options (unit, meaning, bounds) and its own rules.
+"""The sections of a configuration: one file per group, each with its options (unit, meaning,
+bounds) and its own rules.
 
 Rules between sections are in ``openrlhf_ext.config.rules``.
 """
@@ -7,7 +8,16 @@ from __future__ import annotations
 
 from openrlhf_ext.options.sections.algo import Advantage, Algo, Kl
 from openrlhf_ext.options.sections.evaluation import Eval, HeldOutSet
-from openrlhf_ext.options.sections.models import Actor, Adam, Critic, CriticAdam, DeepSpeed, Guide, Megatron, Ref
+from openrlhf_ext.options.sections.models import (
+    Actor,
+    Adam,
+    Critic,
+    CriticAdam,
+    DeepSpeed,
+    Guide,
+    Megatron,
+    Ref,
+)
 from openrlhf_ext.options.sections.rollout import Reward, Rollout, Vllm, WeightSync
 from openrlhf_ext.options.sections.run import Ckpt, Data, Logger, Profile, Train
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from openrlhf_ext.options import Float, Int, Violation, option
 from openrlhf_ext.options.table import Configuration
 
-# an option has its default, its meaning and its bounds, a violation its options and its words, as in a table
-# fmt: off
+# an option has its default, its meaning and its bounds, a violation its options and its words, as
+# in a table
 
 
 class Evaluate(Configuration):
@@ -25,55 +25,106 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
     abbreviates = True
 
     model: str | None = option(None, "folder of a Hugging Face checkpoint with its tokenizer")
-    benchmark: tuple[str, ...] = option((),
-        "NAME=FILE ..., benchmarks' files as they were published: gsm8k, math, math500, aime24, aime25, amc23",
-        repeats=True)
-    data: str | None = option(None,
-        "instead of a benchmark: problem file of your own, in a format of training; needs --reward")
-    completions: str | None = option(None, "grade the completions of this file instead of sampling: lines "
-        '{"problem": 0, "completions": ["text", ...]}, or a file of --out')
-    reward: str | None = option(None, "Python file with reward_func, or http(s) addresses of reward servers",
-        default_text="for benchmarks: mathematical equality")
-    out: str | None = option(None, "keep every problem's graded completions in FOLDER/NAME.jsonl, results.json and "
+    benchmark: tuple[str, ...] = option(
+        (),
+        "NAME=FILE ..., benchmarks' files as they were published: gsm8k, math, math500, aime24, "
+        "aime25, amc23",
+        repeats=True,
+    )
+    data: str | None = option(
+        None,
+        "instead of a benchmark: problem file of your own, in a format of training; needs --reward",
+    )
+    completions: str | None = option(
+        None,
+        "grade the completions of this file instead of sampling: lines "
+        '{"problem": 0, "completions": ["text", ...]}, or a file of --out',
+    )
+    reward: str | None = option(
+        None,
+        "Python file with reward_func, or http(s) addresses of reward servers",
+        default_text="for benchmarks: mathematical equality",
+    )
+    out: str | None = option(
+        None,
+        "keep every problem's graded completions in FOLDER/NAME.jsonl, results.json and "
         "tables.md there; the same command goes on where it was killed",
-        default_text="a folder in runs/evaluation named after model, data and settings; with --json none")
+        default_text="a folder in runs/evaluation named after model, data and settings; with --json none",
+    )
     engine: Literal["transformers", "vllm"] = option("transformers", "what samples")
-    protocol: Literal["conflict", "entropy", "qwen_math"] | None = option(None,
-        "a paper's evaluation (below): template, system prompt, chat template, n, temperature, top_p, longest "
-        "completion, and where the answer stands; an option given besides it wins, which the results say")
+    protocol: Literal["conflict", "entropy", "qwen_math"] | None = option(
+        None,
+        "a paper's evaluation (below): template, system prompt, chat template, n, temperature, "
+        "top_p, longest completion, and where the answer stands; an option given besides it "
+        "wins, which the results say",
+    )
     input_key: str = option("question", "key of the prompt in --data")
     label_key: str = option("answer", "key of the label in --data")
-    input_template: str | None = option(None, "format string around the prompt, such as 'Q: {} A: '",
-        default_text="for benchmarks: asks for steps and \\boxed{}, but with a protocol's system prompt")
-    system_prompt: str | None = option(None, "system message, or the name of a protocol that has one: conflict; "
-        "without a chat template it stands in front of the prompt. A protocol's questions stand alone")
+    input_template: str | None = option(
+        None,
+        "format string around the prompt, such as 'Q: {} A: '",
+        default_text="for benchmarks: asks for steps and \\boxed{}, but with a protocol's system prompt",
+    )
+    system_prompt: str | None = option(
+        None,
+        "system message, or the name of a protocol that has one: conflict; "
+        "without a chat template it stands in front of the prompt. A protocol's questions stand "
+        "alone",
+    )
     apply_chat_template: bool = option(False, "apply the tokenizer's chat template to the prompt")
-    limit: Int | None = option(None, "problems taken from the start of each file", ge=1, default_text="all")
+    limit: Int | None = option(
+        None, "problems taken from the start of each file", ge=1, default_text="all"
+    )
     n_samples: Int = option(4, "completions per prompt", ge=1, also="n")
-    k: tuple[Annotated[Int, Field(ge=1)], ...] | None = option(None, "sizes of pass@k and maj@k",
-        default_text="powers of two up to n")
+    k: tuple[Annotated[Int, Field(ge=1)], ...] | None = option(
+        None, "sizes of pass@k and maj@k", default_text="powers of two up to n"
+    )
     temperature: Float = option(1.0, "sampling temperature; 0 takes the most likely token", ge=0)
     top_p: Float = option(1.0, "nucleus size; 1 = whole vocabulary", gt=0, le=1)
-    max_new_tokens: Int = option(64, "longest completion, tokens", ge=1, default_text="64; with --benchmark 1024")
+    max_new_tokens: Int = option(
+        64, "longest completion, tokens", ge=1, default_text="64; with --benchmark 1024"
+    )
     batch_size: Int = option(256, "sequences generated together", ge=1)
     seed: int = option(0, "of the sampling")
     device: str = option("cpu", "cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of the weights")
     tensor_parallel_size: Int = option(1, "--engine vllm: workers that share the model", ge=1)
-    gpu_memory_utilization: Float = option(0.9, "--engine vllm: share of each GPU's memory", gt=0, le=1)
-    kv_cache_mib: Int = option(512, "--engine vllm on CPU: KV cache per worker, MiB", ge=1, le=2**20)
-    engine_timeout_s: Float = option(1800.0,
-        "--engine vllm: deadline for loading the model, and for the next completion to finish, seconds", gt=0)
+    gpu_memory_utilization: Float = option(
+        0.9, "--engine vllm: share of each GPU's memory", gt=0, le=1
+    )
+    kv_cache_mib: Int = option(
+        512, "--engine vllm on CPU: KV cache per worker, MiB", ge=1, le=2**20
+    )
+    engine_timeout_s: Float = option(
+        1800.0,
+        "--engine vllm: deadline for loading the model, and for the next completion to finish, "
+        "seconds",
+        gt=0,
+    )
     num_workers: Int = option(2, "grading processes", ge=1, le=2**8)
-    reward_timeout_s: Float = option(30.0, "deadline of one call of the reward function, seconds", gt=0)
-    max_failures: Int | None = option(None, "gradings that may fail; such completions count as wrong", ge=0,
-        default_text="10 with --reward, any number without")
-    json_file: str | None = option(None, "write the result, with the options, to this file", also="json")
-    compare: str | None = option(None, "an earlier result on the same data, shown beside this one: a file of --json, "
-        "or results.json")
-    min_gain: Float | None = option(None, "with --compare: smallest gain of accuracy, as a fraction")
-    expect_accuracy: Float | None = option(None,
-        "fail if the accuracy is more than 3 standard errors away from this fraction")
+    reward_timeout_s: Float = option(
+        30.0, "deadline of one call of the reward function, seconds", gt=0
+    )
+    max_failures: Int | None = option(
+        None,
+        "gradings that may fail; such completions count as wrong",
+        ge=0,
+        default_text="10 with --reward, any number without",
+    )
+    json_file: str | None = option(
+        None, "write the result, with the options, to this file", also="json"
+    )
+    compare: str | None = option(
+        None,
+        "an earlier result on the same data, shown beside this one: a file of --json, "
+        "or results.json",
+    )
+    min_gain: Float | None = option(
+        None, "with --compare: smallest gain of accuracy, as a fraction"
+    )
+    expect_accuracy: Float | None = option(
+        None, "fail if the accuracy is more than 3 standard errors away from this fraction"
+    )
     expect_stderr: Float = option(0.0, "standard error of --expect_accuracy itself")
 
     def violations(self) -> Iterator[Violation]:
@@ -82,24 +133,41 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
             yield Violation(("min_gain", "compare"), "--min_gain needs --compare")
         for name in ("compare", "expect_accuracy"):
             if getattr(self, name) is not None and len(self.benchmark) > 1:
-                yield Violation((name, "benchmark"),
-                    f"--{name} is for one problem file: got {len(self.benchmark)} benchmarks")
+                yield Violation(
+                    (name, "benchmark"),
+                    f"--{name} is for one problem file: got {len(self.benchmark)} benchmarks",
+                )
         if self.engine == "vllm" and self.device not in ("cpu", "cuda"):
-            yield Violation(("device", "engine"), "--device must be cpu or cuda with --engine vllm: got "
-                f"{self.device}; CUDA_VISIBLE_DEVICES chooses the GPUs")
+            yield Violation(
+                ("device", "engine"),
+                "--device must be cpu or cuda with --engine vllm: got "
+                f"{self.device}; CUDA_VISIBLE_DEVICES chooses the GPUs",
+            )
 
     def _source_violations(self) -> Iterator[Violation]:
         if bool(self.benchmark) == bool(self.data):
-            yield Violation(("benchmark", "data"),
-                "give either --benchmark NAME=FILE (one or several), or --data FILE with --reward")
+            yield Violation(
+                ("benchmark", "data"),
+                "give either --benchmark NAME=FILE (one or several), or --data FILE with --reward",
+            )
         if self.data and not self.reward:
-            yield Violation(("data", "reward"), "--data needs --reward, which says what a right answer is")
+            yield Violation(
+                ("data", "reward"), "--data needs --reward, which says what a right answer is"
+            )
         if self.completions and len(self.benchmark) > 1:
-            yield Violation(("completions", "benchmark"), "--completions belong to one benchmark: got "
-                f"{len(self.benchmark)}; grade them one after the other")
+            yield Violation(
+                ("completions", "benchmark"),
+                "--completions belong to one benchmark: got "
+                f"{len(self.benchmark)}; grade them one after the other",
+            )
         if self.model is None and not self.completions:
-            yield Violation(("model", "completions"),
-                "give --model (a checkpoint to sample from), or --completions (saved ones)")
+            yield Violation(
+                ("model", "completions"),
+                "give --model (a checkpoint to sample from), or --completions (saved ones)",
+            )
         elif self.model is None and self.apply_chat_template:
-            yield Violation(("apply_chat_template", "completions", "model"),
-                "--apply_chat_template with --completions needs --model, whose tokenizer has the template")
+            yield Violation(
+                ("apply_chat_template", "completions", "model"),
+                "--apply_chat_template with --completions needs --model, whose tokenizer has "
+                "the template",
+            )

@@ -11,7 +11,18 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from openrlhf_ext.inputs import split_inputs
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option, required
+from openrlhf_ext.options import (
+    Float,
+    Int,
+    Reason,
+    Section,
+    Violation,
+    Words,
+    added,
+    not_yet,
+    option,
+    required,
+)
 
 _IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
@@ -26,127 +37,223 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 
 
 # an option has its default, its meaning and its bounds, as in a table
-# fmt: off
 
 
 CORRIDOR_ABOUT = (
-    "bands of every metric of trusted runs of the same recipe, which openrlhf-ext report --write_corridor has made: a "
-    "step outside of them is a warning with likely causes (docs/faults.md)")
+    "bands of every metric of trusted runs of the same recipe, which openrlhf-ext report "
+    "--write_corridor has made: a step outside of them is a warning with likely causes "
+    "(docs/faults.md)"
+)
 CORRIDOR_ACTION_ABOUT = "with train.corridor: warn of a step outside of it, or fail = the run fails"
 
 
 class Train(Section):
     """Optimizer steps."""
 
-    needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
+    needs = {
+        "!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
-        "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",),
-        "algo.advantage.estimator=gae": ("colocate_critic_reward",), "train.rollback_on": ("spike_factor",)}
+        "train.enable_ema": ("ema_beta",),
+        "reward.model_name_or_path": ("colocate_critic_reward",),
+        "algo.advantage.estimator=gae": ("colocate_critic_reward",),
+        "train.rollback_on": ("spike_factor",),
+    }
 
-    colocate_actor_ref: bool = option(False,
-        "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
-    colocate_critic_reward: bool = option(False,
-        "share GPUs between critic and reward model, one rank of each on every GPU")
-    colocate_all: bool = option(False,
-        "policy ranks and engine workers share GPUs, one of each on every GPU, and other models the policy's; engines "
-        "that sample while it trains have GPUs of their own (docs/modes.md); see ds.enable_sleep and vllm.enable_sleep")
-    max_staleness: Int | None = added(None,
-        "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the "
-        "engines sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token "
-        "unless it is set", ge=0, default_text="0; train.async_queue_size with train.async_enable")
-    late_groups: Literal["train", "drop", "wait"] = added("train",
-        "what happens to a group that takes longer to sample than train.max_staleness allows: it is trained with the "
-        "importance correction, or dropped, either way it is counted; wait = batches in the order of their prompts, "
-        "each waits for its last group, so that none is late")
-    async_enable: bool = option(False,
-        "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable")
+    colocate_actor_ref: bool = option(
+        False,
+        "keep the reference model with the policy's ranks (in their host memory) although "
+        "ref.num_* is set",
+    )
+    colocate_critic_reward: bool = option(
+        False, "share GPUs between critic and reward model, one rank of each on every GPU"
+    )
+    colocate_all: bool = option(
+        False,
+        "policy ranks and engine workers share GPUs, one of each on every GPU, and other models "
+        "the policy's; engines that sample while it trains have GPUs of their own "
+        "(docs/modes.md); see ds.enable_sleep and vllm.enable_sleep",
+    )
+    max_staleness: Int | None = added(
+        None,
+        "weight versions that a trained token may lag behind the policy (more: "
+        "train.late_groups); above 0 the engines sample while the policy trains "
+        "(docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
+        ge=0,
+        default_text="0; train.async_queue_size with train.async_enable",
+    )
+    late_groups: Literal["train", "drop", "wait"] = added(
+        "train",
+        "what happens to a group that takes longer to sample than train.max_staleness allows: "
+        "it is trained with the importance correction, or dropped, either way it is counted; "
+        "wait = batches in the order of their prompts, each waits for its last group, so that "
+        "none is late",
+    )
+    async_enable: bool = option(
+        False,
+        "OpenRLHF's name for train.max_staleness = train.async_queue_size, see "
+        "train.partial_rollout_enable",
+    )
     async_queue_size: Int = option(1, "with train.async_enable: train.max_staleness", ge=1)
-    partial_rollout_enable: bool = option(False,
-        "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
-        "train.max_staleness alone does; without it a weight sync waits for the groups in flight")
-    routing_replay: Literal["off", "rollout", "policy"] = added("off",
-        "of a mixture of experts: rollout = old log-probs and training take the experts that the engine's routers took "
-        "for each token, weighted by the current router; policy = training takes those of the pass of old log-probs; "
-        "off = the policy's routers choose in every pass (docs/algorithms.md)")
-    enable_ema: bool = option(False,
-        "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes for each parameter of a rank); "
-        "checkpoints in Hugging Face form are of it, the engines sample from the policy")
-    ema_beta: Float = option(0.992, "share of the moving average that stays at each optimizer step", ge=0, lt=1)
-    dynamic_batch_enable: bool = option(False,
-        "fill micro-batches up to a token budget (train.max_tokens_per_gpu, rollout.max_tokens_per_gpu) instead of "
-        "with a number of samples; either way they are packed without padding")
-    max_tokens_per_gpu: Int = option(16192,
-        "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank (context-parallel ranks share "
-        "a micro-batch: times megatron.context_parallel_size in all)", ge=1)
+    partial_rollout_enable: bool = option(
+        False,
+        "with train.async_enable: replace the engines' weights in the middle of rollouts, which "
+        "then go on, as train.max_staleness alone does; without it a weight sync waits for the "
+        "groups in flight",
+    )
+    routing_replay: Literal["off", "rollout", "policy"] = added(
+        "off",
+        "of a mixture of experts: rollout = old log-probs and training take the experts that "
+        "the engine's routers took for each token, weighted by the current router; policy = "
+        "training takes those of the pass of old log-probs; off = the policy's routers choose "
+        "in every pass (docs/algorithms.md)",
+    )
+    enable_ema: bool = option(
+        False,
+        "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes for each "
+        "parameter of a rank); checkpoints in Hugging Face form are of it, the engines sample "
+        "from the policy",
+    )
+    ema_beta: Float = option(
+        0.992, "share of the moving average that stays at each optimizer step", ge=0, lt=1
+    )
+    dynamic_batch_enable: bool = option(
+        False,
+        "fill micro-batches up to a token budget (train.max_tokens_per_gpu, "
+        "rollout.max_tokens_per_gpu) instead of with a number of samples; either way they are "
+        "packed without padding",
+    )
+    max_tokens_per_gpu: Int = option(
+        16192,
+        "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank "
+        "(context-parallel ranks share a micro-batch: times megatron.context_parallel_size in "
+        "all)",
+        ge=1,
+    )
     num_episodes: Int = option(1, "passes over the prompts", ge=1)
     max_epochs: Int = option(1, "passes over each batch of rollouts", ge=1)
-    micro_batch_size: Int = option(1,
-        "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1, le=2**16)
-    batch_size: Int = option(128,
-        "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt", ge=1)
+    micro_batch_size: Int = option(
+        1,
+        "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable",
+        ge=1,
+        le=2**16,
+    )
+    batch_size: Int = option(
+        128,
+        "samples (not prompts) per optimizer step, over all ranks; whole groups of "
+        "rollout.n_samples_per_prompt",
+        ge=1,
+    )
     seed: Int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
-    full_determinism_enable: bool = option(False,
-        "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
-        "prompt; on GPUs, vLLM's batch-invariant kernels too (slower), so that they do not depend on the requests "
-        "beside it, and only TransformerEngine's deterministic attention (docs/checkpoints.md: what that promises)")
-    drift_check: bool = added(False,
-        "self-test: train with learning rate 0 and fail if a step changes a weight, the policy's log-probs, or what "
-        "the engines sample from")
-    agent_func_path: str | None = option(None,
-        "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with rewards of their own",
-        path="input")
+    full_determinism_enable: bool = option(
+        False,
+        "give every request to the engines a seed of its own, so that samples do not depend on "
+        "which engine serves a prompt; on GPUs, vLLM's batch-invariant kernels too (slower), so "
+        "that they do not depend on the requests beside it, and only TransformerEngine's "
+        "deterministic attention (docs/checkpoints.md: what that promises)",
+    )
+    drift_check: bool = added(
+        False,
+        "self-test: train with learning rate 0 and fail if a step changes a weight, the "
+        "policy's log-probs, or what the engines sample from",
+    )
+    agent_func_path: str | None = option(
+        None,
+        "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with "
+        "rewards of their own",
+        path="input",
+    )
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
-    max_minutes: Float | None = added(None,
-        "the first step that ends so many minutes after the training began is the last one, whatever prompts are left; "
-        "evaluations in between count, those before the first and after the last step come on top; a resumed run "
-        "begins anew", gt=0)
-    max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
-        ge=0)
+    max_minutes: Float | None = added(
+        None,
+        "the first step that ends so many minutes after the training began is the last one, "
+        "whatever prompts are left; evaluations in between count, those before the first and "
+        "after the last step come on top; a resumed run begins anew",
+        gt=0,
+    )
+    max_restarts: Int = added(
+        0,
+        "how many times a failed run is started again, from its last checkpoint in ckpt.path",
+        ge=0,
+    )
     corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
     corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
-    rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(None,
-        "the run goes back to its last checkpoint and leaves the prompts out when a step has: nan = a loss or gradient "
-        "that is not finite, spike = see train.spike_factor (docs/checkpoints.md); null = nan ends the run")
-    spike_factor: Float = added(10.0,
-        "a step spikes if its gradient's norm before clipping is above so many times the median of the last 20", gt=1)
+    rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(
+        None,
+        "the run goes back to its last checkpoint and leaves the prompts out when a step has: "
+        "nan = a loss or gradient that is not finite, spike = see train.spike_factor "
+        "(docs/checkpoints.md); null = nan ends the run",
+    )
+    spike_factor: Float = added(
+        10.0,
+        "a step spikes if its gradient's norm before clipping is above so many times the median "
+        "of the last 20",
+        gt=1,
+    )
 
     def violations(self) -> Iterator[Violation]:
         """What the names for streaming ask for is one thing."""
         asked, queue = self.max_staleness, self.async_queue_size
         queue_is_set = "async_queue_size" in self.model_fields_set
         if self.async_enable and asked is not None and queue_is_set and asked != queue:
-            yield Violation(("train.max_staleness", "train.async_queue_size"),
-                f"train.max_staleness and train.async_queue_size are two names of one number, got {asked} and {queue}; "
-                "leave train.async_queue_size out")
+            yield Violation(
+                ("train.max_staleness", "train.async_queue_size"),
+                "train.max_staleness and train.async_queue_size are two names of one number, "
+                f"got {asked} and {queue}; leave train.async_queue_size out",
+            )
         if self.async_enable and asked == 0:
-            yield Violation(("train.max_staleness", "train.async_enable"),
-                "train.async_enable samples while the policy trains, which train.max_staleness 0 forbids: leave one of "
-                "them out, or set train.max_staleness to at least 1")
+            yield Violation(
+                ("train.max_staleness", "train.async_enable"),
+                "train.async_enable samples while the policy trains, which train.max_staleness "
+                "0 forbids: leave one of them out, or set train.max_staleness to at least 1",
+            )
 
 
 class Saved(Section):
     """What is kept on disk, of any run."""
 
-    save_steps: Interval = option(-1,
-        "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
-    path: str = option("./ckpt/checkpoints_ppo_ray", "folder of the checkpoints, on storage that all nodes share",
-        path="output")
-    save_hf: bool = option(False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)")
-    disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
-    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept besides the best ones; the oldest are deleted", ge=1)
-    max_mem: float = option(float("inf"),
-        "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
-        gt=0)
-    load_enable: bool = option(False,
-        "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
-    fallback_enable: bool = added(False,
-        "if the newest checkpoint is damaged, resume from the newest good one instead of stopping")
-    take_over_lock: bool = added(False,
-        "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
-        "because that run has ended")
-    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
-        path="output")
+    save_steps: Interval = option(
+        -1,
+        "training steps between checkpoints that a run can resume from, -1 = none; the last "
+        "weights are kept anyway",
+    )
+    path: str = option(
+        "./ckpt/checkpoints_ppo_ray",
+        "folder of the checkpoints, on storage that all nodes share",
+        path="output",
+    )
+    save_hf: bool = option(
+        False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)"
+    )
+    disable_ds: bool = option(
+        False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf"
+    )
+    max_num: Int = option(
+        3, "checkpoints of ckpt.save_steps kept besides the best ones; the oldest are deleted", ge=1
+    )
+    max_mem: float = option(
+        float("inf"),
+        "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are "
+        "deleted, never the newest one",
+        gt=0,
+    )
+    load_enable: bool = option(
+        False,
+        "resume from the newest checkpoint in ckpt.path; without one the run starts from the "
+        "beginning",
+    )
+    fallback_enable: bool = added(
+        False,
+        "if the newest checkpoint is damaged, resume from the newest good one instead of stopping",
+    )
+    take_over_lock: bool = added(
+        False,
+        "start although ckpt.path, ckpt.output_dir or the run folder names a run on another "
+        "host as its holder, because that run has ended",
+    )
+    output_dir: str = option(
+        "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"
+    )
 
     @property
     def saves(self) -> bool:
@@ -156,29 +263,45 @@ class Saved(Section):
     def violations(self) -> Iterator[Violation]:
         """Checkpoints that are asked for are of some form."""
         if self.disable_ds and not self.save_hf and self.save_steps != -1:
-            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
-                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
-                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+            yield Violation(
+                ("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches "
+                "resumable checkpoints off and ckpt.save_hf is off; drop ckpt.disable_ds or add "
+                "--ckpt.save_hf",
+            )
 
 
 class Ckpt(Saved):
     """What is kept on disk."""
 
-    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+    needs = {
+        "ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
         "ckpt.best_metric_key": ("keep_best",),
-        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
+        "!ckpt.disable_ds": ("async_enable",),
+        "ckpt.load_enable | train.max_restarts": ("fallback_enable",),
+    }
 
-    async_enable: bool = added(False,
-        "write checkpoints while training goes on, from a copy in host memory; one at a time")
-    grace_s: Float = added(20,
-        "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run "
-        "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
-    best_metric_key: str = option("",
-        "metric (more is better) whose best checkpoints are kept besides the newest ones: of evaluations, such as "
-        "eval/accuracy, eval/score_mean or eval/NAME/pass@8, or of the training steps that ckpt.save_steps saves, "
-        "accuracy/mean, score/mean or reward/mean; empty = none are")
-    keep_best: Int = added(1, "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
-        ge=1)
+    async_enable: bool = added(
+        False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
+    )
+    grace_s: Float = added(
+        20,
+        "after SIGTERM: seconds in which the step under way may end and its checkpoint be "
+        "written, before the run ends (docs/checkpoints.md); 0 = no checkpoint is written then",
+        ge=0,
+    )
+    best_metric_key: str = option(
+        "",
+        "metric (more is better) whose best checkpoints are kept besides the newest ones: of "
+        "evaluations, such as eval/accuracy, eval/score_mean or eval/NAME/pass@8, or of the "
+        "training steps that ckpt.save_steps saves, accuracy/mean, score/mean or reward/mean; "
+        "empty = none are",
+    )
+    keep_best: Int = added(
+        1,
+        "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
+        ge=1,
+    )
 
     @property
     def saves(self) -> bool:
@@ -194,8 +317,11 @@ class Wandb(Section):
     org: str | None = option(None, "W&B entity")
     group: str | None = option(None, "W&B group")
     project: str = option("openrlhf_train_ppo", "W&B project")
-    run_name: str = option(lambda: datetime.now().strftime("ppo_%m%dT%H:%M"),
-        "name of the run, also of its TensorBoard folder", default_text="ppo_<mmddTHH:MM>")
+    run_name: str = option(
+        lambda: datetime.now().strftime("ppo_%m%dT%H:%M"),
+        "name of the run, also of its TensorBoard folder",
+        default_text="ppo_<mmddTHH:MM>",
+    )
 
 
 class Records(Section):
@@ -205,11 +331,21 @@ class Records(Section):
 
     logging_steps: Int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
     wandb: Wandb = Wandb()
-    tensorboard_dir: str | None = option(None, "folder of TensorBoard files; null = none", path="output")
-    metrics_path: str | None = added(None, "file of metrics, one JSON object per step", path="output",
-        default_text="<ckpt.output_dir>/metrics.jsonl")
-    figure_path: str | None = added(None, "figure (PNG) of what is learned, rewritten as the run goes", path="output",
-        default_text="<ckpt.output_dir>/training.png")
+    tensorboard_dir: str | None = option(
+        None, "folder of TensorBoard files; null = none", path="output"
+    )
+    metrics_path: str | None = added(
+        None,
+        "file of metrics, one JSON object per step",
+        path="output",
+        default_text="<ckpt.output_dir>/metrics.jsonl",
+    )
+    figure_path: str | None = added(
+        None,
+        "figure (PNG) of what is learned, rewritten as the run goes",
+        path="output",
+        default_text="<ckpt.output_dir>/training.png",
+    )
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
     def beside(self, name: str) -> Path:
@@ -220,14 +356,24 @@ class Records(Section):
 class Logger(Records):
     """Where numbers go, and completions."""
 
-    samples_every: Interval | None = added(None,
-        "training steps between those whose completions are kept beside the metrics, in samples.jsonl, and the first "
-        "step's are; -1 = none", default_text="a twentieth of the run")
-    samples_groups: Int = added(2,
-        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, whatever their size", ge=0)
-    peak_tflops: Float | None = added(None,
-        "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
-        "megatron.param_dtype is bf16, no MFU on CPU", gt=0)
+    samples_every: Interval | None = added(
+        None,
+        "training steps between those whose completions are kept beside the metrics, in "
+        "samples.jsonl, and the first step's are; -1 = none",
+        default_text="a twentieth of the run",
+    )
+    samples_groups: Int = added(
+        2,
+        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, "
+        "whatever their size",
+        ge=0,
+    )
+    peak_tflops: Float | None = added(
+        None,
+        "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is "
+        "known and megatron.param_dtype is bf16, no MFU on CPU",
+        gt=0,
+    )
 
 
 class Profile(Section):
@@ -235,11 +381,14 @@ class Profile(Section):
 
     needs = {"profile.steps": ("ranks",)}
 
-    steps: str | None = added(None,
-        "training steps in which policy ranks are profiled, such as 5 or 5-7: traces and a table beside the metrics "
-        "(docs/report.md); null = none")
-    ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added((0,), "policy ranks that are profiled in these steps",
-        min_length=1)
+    steps: str | None = added(
+        None,
+        "training steps in which policy ranks are profiled, such as 5 or 5-7: traces and a "
+        "table beside the metrics (docs/report.md); null = none",
+    )
+    ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added(
+        (0,), "policy ranks that are profiled in these steps", min_length=1
+    )
 
     @property
     def first_and_last(self) -> tuple[int, int] | None:
@@ -253,9 +402,14 @@ class Profile(Section):
         """The steps are one, or a range."""
         name = "profile.steps"
         if self.steps is not None and not re.fullmatch(r"[1-9][0-9]*(-[1-9][0-9]*)?", self.steps):
-            yield Violation((name,), f"{name} must be a step or a range of steps, such as 5 or 5-7: got {self.steps}")
+            yield Violation(
+                (name,),
+                f"{name} must be a step or a range of steps, such as 5 or 5-7: got {self.steps}",
+            )
         elif (steps := self.first_and_last) is not None and steps[0] > steps[1]:
-            yield Violation((name,), f"{name} must not end before it begins: got {self.steps}; swap the two")
+            yield Violation(
+                (name,), f"{name} must not end before it begins: got {self.steps}; swap the two"
+            )
 
 
 class Texts(Section):
@@ -265,18 +419,24 @@ class Texts(Section):
     input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
 
     def unreadable(self, datasets: str, shares: str) -> Iterator[Violation]:
-        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1; both by name."""
+        """The template puts the prompt somewhere; there is one share for each dataset, adding up to
+        1; both by name."""
         if self.input_template is not None and not holds_prompt(self.input_template):
-            yield Violation(("data.input_template",),
-                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces), or be null: got {self.input_template!r}")
+            yield Violation(
+                ("data.input_template",),
+                "data.input_template must contain {}, where the prompt goes, and no other field "
+                f"(write {{{{ and }}}} for braces), or be null: got {self.input_template!r}",
+            )
         paths, numbers = getattr(self, datasets), getattr(self, shares)
         if paths is not None and numbers is not None:
             yield from share_violations(f"data.{shares}", numbers, f"data.{datasets}", paths)
 
     def cautions(self) -> Iterator[str]:
         if "\\n" in (self.input_template or ""):
-            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+            yield (
+                "data.input_template contains a backslash and an n: write a line break ($'\\n' "
+                "in bash)"
+            )
 
 
 class Data(Texts):
@@ -287,18 +447,26 @@ class Data(Texts):
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
     max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
-    prompt_dataset: str | None = option(None,
-        "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several separated by commas; "
-        "required", path="input")
-    prompt_probs: str | None = option(None, "share of each dataset, separated by commas; null = concatenate")
+    prompt_dataset: str | None = option(
+        None,
+        "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several "
+        "separated by commas; required",
+        path="input",
+    )
+    prompt_probs: str | None = option(
+        None, "share of each dataset, separated by commas; null = concatenate"
+    )
     prompt_split: str = option("train", "split of data.prompt_dataset")
     input_key: str = option("input", "key of the prompt in a record")
     label_key: str | None = option(None, "key of the reference answer in a record; null = no label")
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
-    overlong_prompts: Literal["skip", "error"] = added("skip",
-        "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop")
+    overlong_prompts: Literal["skip", "error"] = added(
+        "skip",
+        "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and "
+        "skip, or stop",
+    )
 
     def violations(self) -> Iterator[Violation]:
         yield from self.unreadable("prompt_dataset", "prompt_probs")
@@ -319,7 +487,10 @@ def share_violations(option: str, shares: str, of: str, datasets: str) -> Iterat
     except ValueError:
         yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
         return
-    if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
-        yield Violation((option, of),
-            f"{option} must hold one share for each dataset of {of} and add up to 1: got {shares} for "
-            f"{count} dataset{'s' if count > 1 else ''}")
+    # false for nan
+    if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:
+        yield Violation(
+            (option, of),
+            f"{option} must hold one share for each dataset of {of} and add up to 1: got "
+            f"{shares} for {count} dataset{'s' if count > 1 else ''}",
+        )

@@ -1,6 +1,7 @@
-"""What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a transport. A transport
-moves frames (byte vectors) in order from a policy rank to every worker of every engine, from several ranks at a time if
-it can; ``plan``, ``stream`` and ``sender`` are the same for all of them."""
+"""What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a
+transport. A transport moves frames (byte vectors) in order from a policy rank to every worker of
+every engine, from several ranks at a time if it can; ``plan``, ``stream`` and ``sender`` are the
+same for all of them."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LEAVE_S = 2.0
 
-# ---- failures -------------------------------------------------------------------------------------------------------
+# ---- failures
+# --------------------------------------------------------------------------------------------------
 
 
 class WeightSyncError(RuntimeError):
-    """Weights did not arrive; what the engines hold is not to be sampled from until a whole update succeeds."""
+    """Weights did not arrive; what the engines hold is not to be sampled from until a whole update
+    succeeds."""
 
     explained = True
-    """The message says what failed, even if it quotes a collective library: it was not one of the policy's ranks."""
+    """The message says what failed, even if it quotes a collective library: it was not one of the
+    policy's ranks."""
 
 
 class WeightTransferFailed(WeightSyncError):
@@ -48,7 +52,8 @@ class WeightTransferFailed(WeightSyncError):
 
 
 class EnginesAtFault(WeightSyncError):
-    """An error of the engines at these positions among the sender's, which a restart of these may cure."""
+    """An error of the engines at these positions among the sender's, which a restart of these may
+    cure."""
 
     def __init__(self, message: str, engines: Iterable[int]) -> None:
         super().__init__(message)
@@ -72,7 +77,8 @@ class WeightStreamAborted(WeightSyncError):
     MARK = "the sender gave up"
 
 
-# ---- what a transport is made of ------------------------------------------------------------------------------------
+# ---- what a transport is made of
+# ------------------------------------------------------------------------------------
 
 
 class SendingEnd(Protocol):
@@ -80,28 +86,32 @@ class SendingEnd(Protocol):
     """Set for every update, for `wait_until`."""
 
     def send(self, frame: Tensor) -> Callable[[], object]:
-        """Begin to send a uint8 vector. What waits until the frame's memory may be used again; raises
-        WeightTransferFailed."""
+        """Begin to send a uint8 vector. What waits until the frame's memory may be used again;
+        raises WeightTransferFailed."""
 
     def close(self) -> None: ...
 
 
 class ReceivingEnd(Protocol):
     def receive(self, nbytes: int) -> Callable[[], Tensor]:
-        """Begin to receive the next frame. What waits for it, a uint8 vector that nothing else will write to as long as
-        a tensor on it is left; raises WeightTransferFailed."""
+        """Begin to receive the next frame. What waits for it, a uint8 vector that nothing else will
+        write to as long as a tensor on it is left; raises WeightTransferFailed."""
 
     def close(self) -> None: ...
 
 
 class Staging:
-    """What one policy rank has of the two buffers that frames are sent from: one is filled while the other is sent.
+    """What one policy rank has of the two buffers that frames are sent from: one is filled while
+    the other is sent.
 
-    Here those that send have them, uint8 vectors for the largest frame, and the other ranks nothing (None).
+    Here those that send have them, uint8 vectors for the largest frame, and the other ranks nothing
+    (None).
 
     Attributes:
-        shared: every rank of the stream sees its sender's buffers, and fills its own part of a frame.
-        handles: how engine workers open the buffers, if they do: strings and numbers, by the device they are on.
+        shared: every rank of the stream sees its sender's buffers, and fills its own part of a
+        frame.
+        handles: how engine workers open the buffers, if they do: strings and numbers, by the device
+        they are on.
     """
 
     shared = False
@@ -116,19 +126,20 @@ class Staging:
         return self.buffers[bucket.turn % 2][: bucket.frame_bytes]
 
     def content(self, bucket: Bucket) -> Tensor | None:
-        """Where a rank that does not send puts its part of the bucket; None: the sender asks for it."""
+        """Where a rank that does not send puts its part of the bucket; None: the sender asks for
+        it."""
         return self.frame(bucket)[HEADER_BYTES:] if self.shared else None
 
     def complete(self, bucket: Bucket) -> None:
-        """Called on every rank of the stream when its part of the bucket is filled; returns when the frame may be
-        sent."""
+        """Called on every rank of the stream when its part of the bucket is filled; returns when
+        the frame may be sent."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How an engine's workers reach the senders: the TCPStore of policy rank 0, the rank of the engine's first worker
-    in the group of every ``stream`` (the others follow; the sender is rank 0), the limit of joining and of every
-    transfer."""
+    """How an engine's workers reach the senders: the TCPStore of policy rank 0, the rank of the
+    engine's first worker in the group of every ``stream`` (the others follow; the sender is rank
+    0), the limit of joining and of every transfer."""
 
     transport: str
     address: str
@@ -141,9 +152,10 @@ class Link:
 
 
 class Transport(ABC):
-    """One way of moving frames. Each has a file of its own, with both ends and an instance named ``TRANSPORT``. A group
-    of every stream is built when the engines connect, beside the default process group (vLLM and Megatron each own
-    theirs), around a TCPStore of policy rank 0; after a failure all are left and built anew."""
+    """One way of moving frames. Each has a file of its own, with both ends and an instance named
+    ``TRANSPORT``. A group of every stream is built when the engines connect, beside the default
+    process group (vLLM and Megatron each own theirs), around a TCPStore of policy rank 0; after a
+    failure all are left and built anew."""
 
     needs_gpu = False
     most_streams = 1
@@ -154,28 +166,35 @@ class Transport(ABC):
         """Where frames, and the default staging buffers, are."""
         return torch.device("cpu")
 
-    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
-        """A collective of all policy ranks. ``streams``: the ranks that hold the weights of each, its sender first."""
+    def staging(
+        self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float
+    ) -> Staging:
+        """A collective of all policy ranks. ``streams``: the ranks that hold the weights of each,
+        its sender first."""
         if dist.is_initialized() and dist.get_rank() not in [ranks[0] for ranks in streams]:
             return Staging(None)
-        first, second = (torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2))
+        first, second = (
+            torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2)
+        )
         return Staging((first, second))
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:
-        """Why this engine worker cannot receive from a sender with these handles; asked before it joins anything."""
+        """Why this engine worker cannot receive from a sender with these handles; asked before it
+        joins anything."""
         return None
 
     @abstractmethod
     def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> SendingEnd:
-        """Make the sender's end of the group of ``link.stream``. Every worker is about to make its own, stream by
-        stream."""
+        """Make the sender's end of the group of ``link.stream``. Every worker is about to make its
+        own, stream by stream."""
 
     @abstractmethod
     def open_receiver(self, store: dist.Store, link: Link, rank: int) -> ReceivingEnd:
         """Make the end of the worker that has this rank in the group of ``link.stream``."""
 
 
-# ---- waiting and meeting --------------------------------------------------------------------------------------------
+# ---- waiting and meeting
+# --------------------------------------------------------------------------------------------
 
 LOOK_AT_ENGINES_S = 0.1
 """How often engines are looked after while a call cannot be interrupted."""
@@ -191,7 +210,8 @@ def wait_until(
     late: Callable[[], str],
     longest_pause_s: float = 0.002,
 ) -> None:
-    """Ask again and again whether a transfer is done; ``watch`` raises what explains that it never ends. Raises
+    """Ask again and again whether a transfer is done; ``watch`` raises what explains that it never
+    ends. Raises
     WeightTransferFailed: `timeout_s` passed."""
     pause_s = 0.0002
     start = last_look = time.monotonic()
@@ -209,9 +229,11 @@ def wait_until(
 def while_watching(
     function: Callable[[], _T], watch: Callable[[], None], timeout_s: float, late: Callable[[], str]
 ) -> _T:
-    """The result of what cannot be interrupted, such as building a communicator: it runs on a thread (see
-    `wait_until`). Where this raises, the thread is left to its own end, which may never come."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a property of the thread
+    """The result of what cannot be interrupted, such as building a communicator: it runs on a
+    thread (see `wait_until`). Where this raises, the thread is left to its own end, which may never
+    come."""
+    # a property of the thread
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
     outcome: Future[_T] = Future()
 
     def run() -> None:
@@ -233,8 +255,9 @@ def second_connection(store: Any) -> dist.Store:
 
 
 class Departure:
-    """Whether a sender has left: an aborted communicator does not tell its peers. It is told and asked on a connection
-    that is opened early, because the sender whose process serves the store may be the first to leave."""
+    """Whether a sender has left: an aborted communicator does not tell its peers. It is told and
+    asked on a connection that is opened early, because the sender whose process serves the store
+    may be the first to leave."""
 
     def __init__(self, store: dist.Store) -> None:
         self._connection = second_connection(store)
@@ -243,29 +266,39 @@ class Departure:
         try:
             self._connection.set(LEFT, "")
         except RuntimeError as error:  # `check` finds the same and says so
-            logger.info("the weight-sync group's store is gone before this rank has left: %s", error)
+            logger.info(
+                "the weight-sync group's store is gone before this rank has left: %s", error
+            )
 
     def check(self) -> None:
-        """Raises WeightTransferFailed if a sender has left, or the one that serves the store is gone."""
+        """Raises WeightTransferFailed if a sender has left, or the one that serves the store is
+        gone."""
         try:
             has_left = self._connection.check([LEFT])
         except RuntimeError as error:
             raise WeightTransferFailed(f"the sender of the weights is gone: {error}") from error
         if has_left:
-            raise WeightTransferFailed("the sender has left the weight-sync group; see its own error")
+            raise WeightTransferFailed(
+                "the sender has left the weight-sync group; see its own error"
+            )
 
 
 def reach_store(link: Link) -> dist.TCPStore:
     timeout = timedelta(seconds=link.timeout_s)
-    return dist.TCPStore(link.address, link.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        link.address, link.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:
-    """Returns when every worker waits to join and the sender says so. Raises WeightStreamAborted: it gave up."""
+    """Returns when every worker waits to join and the sender says so. Raises WeightStreamAborted:
+    it gave up."""
     store = reach_store(link)
     store.set(PRESENT.format(rank), "")
     if store.get(GO).decode() != YES:
-        raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
+        raise WeightStreamAborted(
+            f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error"
+        )
     return store
 
 
@@ -273,9 +306,11 @@ class BroadcastTransport(Transport):
     """What gloo and NCCL have in common."""
 
     @abstractmethod
-    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
-        """Join the process group; returns when every rank has joined. The sender's ``address`` chooses the local
-        network interface; ``timeout_s`` limits joining, and every transfer."""
+    def open_group(
+        self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float
+    ) -> Any:
+        """Join the process group; returns when every rank has joined. The sender's ``address``
+        chooses the local network interface; ``timeout_s`` limits joining, and every transfer."""
 
     def failure(self, work: dist.Work) -> str | None:
         """Why a finished transfer is not a success, as far as its `wait` does not say."""
@@ -294,13 +329,17 @@ class BroadcastTransport(Transport):
 class BroadcastEnd:
     """Either end of the group. Every wait ends after the link's timeout."""
 
-    def __init__(self, transport: BroadcastTransport, store: dist.Store, link: Link, rank: int) -> None:
+    def __init__(
+        self, transport: BroadcastTransport, store: dist.Store, link: Link, rank: int
+    ) -> None:
         self._transport, self._timeout_s = transport, link.timeout_s
         self._pool = FramePool()
         self._departure, self._sends = Departure(store), rank == 0
         self.watch: Callable[[], None] | None = None if self._sends else self._departure.check
         store = dist.PrefixStore(f"weight_sync/{link.stream}", store)
-        self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
+        self._group: Any = transport.open_group(
+            store, link.address, rank, link.world_size, link.timeout_s
+        )
 
     def send(self, frame: Tensor) -> Callable[[], Tensor]:
         return self.broadcast(frame)
@@ -309,7 +348,8 @@ class BroadcastEnd:
         device = self._transport.device
         if device.type == "cpu":
             return self.broadcast(self._pool.take(nbytes))
-        return self.broadcast(torch.empty(nbytes, dtype=torch.uint8, device=device))  # torch keeps such memory itself
+        # torch keeps such memory itself
+        return self.broadcast(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def broadcast(self, frame: Tensor) -> Callable[[], Tensor]:
         """Begin to send or receive; the result waits for it and returns the frame."""
@@ -322,7 +362,8 @@ class BroadcastEnd:
         return lambda: self._wait(work, frame)
 
     def _wait(self, work: dist.Work, frame: Tensor) -> Tensor:
-        """The frame, when it may be used again (sender) or read (receiver). Raises WeightTransferFailed."""
+        """The frame, when it may be used again (sender) or read (receiver). Raises
+        WeightTransferFailed."""
         late = f"a bucket was not through after {self._timeout_s:g} s"
         wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
         try:
@@ -334,8 +375,8 @@ class BroadcastEnd:
         return frame
 
     def close(self) -> None:
-        """Leave. A transfer of this rank that hangs keeps its connections until its deadline; that is not waited
-        for."""
+        """Leave. A transfer of this rank that hangs keeps its connections until its deadline; that
+        is not waited for."""
         holder = [self._group]
         self._group = None
 
@@ -352,22 +393,27 @@ class BroadcastEnd:
 
 
 class FramePool:
-    """Lends memory to received frames, the same again when the tensors of an earlier frame are gone. The kernel fills
-    new memory with zeros, page by page: receiving into it takes twice as long as into used memory
-    (docs/weight_sync.md). The pool keeps as many blocks as frames were ever alive at the same time, usually two."""
+    """Lends memory to received frames, the same again when the tensors of an earlier frame are
+    gone. The kernel fills new memory with zeros, page by page: receiving into it takes twice as
+    long as into used memory (docs/weight_sync.md). The pool keeps as many blocks as frames were
+    ever alive at the same time, usually two."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[mmap.mmap, StorageWeakRef]] = []
         """Anonymous memory, and the tensor storage that uses or last used it."""
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 vector, contents undefined. Its memory is lent again when no tensor on it is left."""
+        """A uint8 vector, contents undefined. Its memory is lent again when no tensor on it is
+        left."""
         for number, (memory, user) in enumerate(self._blocks):
             if len(memory) >= nbytes and user.expired():
                 del self._blocks[number]
                 return self._lend(memory, nbytes)
-        self._blocks = [block for block in self._blocks if not block[1].expired()]  # those left over are too small
-        return self._lend(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
+        # those left over are too small
+        self._blocks = [block for block in self._blocks if not block[1].expired()]
+        return self._lend(
+            mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes
+        )
 
     def _lend(self, memory: mmap.mmap, nbytes: int) -> Tensor:
         frame = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)

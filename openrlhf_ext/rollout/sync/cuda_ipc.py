@@ -1,9 +1,10 @@
-"""Weight sync through GPU memory that policy and engine share: for colocated engines, where NCCL cannot be used.
+"""Weight sync through GPU memory that policy and engine share: for colocated engines, where NCCL
+cannot be used.
 
-Every policy rank keeps two staging buffers on its GPU, which the engines' workers open (CUDA IPC). The policy's own
-process group copies rank 0's bucket to the other ranks' buffers; then a key in the sender's TCPStore says that it is
-there. Each worker copies the frame out of the buffer on its own GPU and counts itself in. When all have, the buffer
-is free again.
+Every policy rank keeps two staging buffers on its GPU, which the engines' workers open (CUDA IPC).
+The policy's own process group copies rank 0's bucket to the other ranks' buffers; then a key in the
+sender's TCPStore says that it is there. Each worker copies the frame out of the buffer on its own
+GPU and counts itself in. When all have, the buffer is free again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
 class CudaIpc(Transport):
-    """CUDA IPC, of expandable segments too (seen on an H200 between two processes). `key` to `synchronize` are all that
-    knows of CUDA: how memory of a device is shared between processes."""
+    """CUDA IPC, of expandable segments too (seen on an H200 between two processes). `key` to
+    `synchronize` are all that knows of CUDA: how memory of a device is shared between processes."""
 
     needs_gpu = True
 
@@ -49,38 +50,52 @@ class CudaIpc(Transport):
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        return torch.empty(
+            nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
+        )
 
     def share(self, tensor: Tensor) -> list[Any]:
         """`UntypedStorage._share_cuda_` without the device number, bytes as hexadecimal text."""
         allow_opening()
         _, *handle = tensor.untyped_storage()._share_cuda_()
-        return [part.hex() if isinstance(part, bytes) else part for part in handle] + [tensor.storage_offset()]
+        return [part.hex() if isinstance(part, bytes) else part for part in handle] + [
+            tensor.storage_offset()
+        ]
 
     def open(self, handle: list[Any]) -> Tensor:
         """Map the memory into this process, under this process's number of the GPU."""
         memory, size, offset, counter, counter_offset, event, wait, start = handle
         storage = torch.UntypedStorage._new_shared_cuda(
-            torch.cuda.current_device(), bytes.fromhex(memory), size, offset, bytes.fromhex(counter), counter_offset,
-            bytes.fromhex(event), wait,
-        )  # fmt: skip
+            torch.cuda.current_device(),
+            bytes.fromhex(memory),
+            size,
+            offset,
+            bytes.fromhex(counter),
+            counter_offset,
+            bytes.fromhex(event),
+            wait,
+        )
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start:]
 
     def synchronize(self) -> None:
         """Wait for the whole device: the worker reads from another process's streams."""
         torch.cuda.synchronize()
 
-    # ---- the transport ----------------------------------------------------------------------------------------------
+    # ---- the transport
+    # ----------------------------------------------------------------------------------------------
 
-    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Relay:
+    def staging(
+        self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float
+    ) -> Relay:
         return Relay(plan, self, timeout_s)
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:
         if self.key() in handles:
             return None
         return (
-            f"vllm.sync_backend cuda_ipc needs a policy rank on the GPU of every engine worker: this worker's is "
-            f"{self.key()}, the policy's are {sorted(handles)}; use nccl for engines with GPUs of their own"
+            "vllm.sync_backend cuda_ipc needs a policy rank on the GPU of every engine worker: "
+            f"this worker's is {self.key()}, the policy's are {sorted(handles)}; use nccl for "
+            "engines with GPUs of their own"
         )
 
     def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> IpcSendingEnd:
@@ -91,27 +106,29 @@ class CudaIpc(Transport):
 
 
 def ptrace_scope() -> int:
-    """Who may open what a process holds, on this machine: 0 every process of the user, 1 its parents and those that it
-    names (Ubuntu's default), 2 and 3 root or nobody (linux Documentation/admin-guide/LSM/Yama.rst)."""
+    """Who may open what a process holds, on this machine: 0 every process of the user, 1 its
+    parents and those that it names (Ubuntu's default), 2 and 3 root or nobody (linux
+    Documentation/admin-guide/LSM/Yama.rst)."""
     return int(_PTRACE_SCOPE.read_text()) if _PTRACE_SCOPE.exists() else 0
 
 
 def allow_opening() -> None:
-    """Let the user's other processes open this one's memory, as CUDA does for IPC (``pidfd_getfd``). Raises
-    WeightSyncError."""
+    """Let the user's other processes open this one's memory, as CUDA does for IPC
+    (``pidfd_getfd``). Raises WeightSyncError."""
     if ptrace_scope() != 1:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0) != 0:
         raise WeightSyncError(
             f"vllm.sync_backend cuda_ipc: {_PTRACE_SCOPE} is 1 and prctl(PR_SET_PTRACER) fails "
-            f"({os.strerror(ctypes.get_errno())}), so engines cannot open the policy's buffers: set "
-            "kernel.yama.ptrace_scope to 0 (sysctl), or use vllm.sync_backend gloo"
+            f"({os.strerror(ctypes.get_errno())}), so engines cannot open the policy's buffers: "
+            "set kernel.yama.ptrace_scope to 0 (sysctl), or use vllm.sync_backend gloo"
         )
 
 
 class Relay(Staging):
-    """The staging buffers of one policy rank; building one is a collective of the policy's ranks, as `complete` is."""
+    """The staging buffers of one policy rank; building one is a collective of the policy's ranks,
+    as `complete` is."""
 
     def __init__(self, plan: BucketPlan, memory: CudaIpc, timeout_s: float) -> None:
         super().__init__((memory.allocate(plan.largest_frame), memory.allocate(plan.largest_frame)))
@@ -119,8 +136,11 @@ class Relay(Staging):
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._timeout_s = timeout_s
         self._key, self._completed = f"openrlhf_ext/relay/{next(_numbers)}", 0
-        # one of its own: a wait keeps its connection to itself, which the process group's threads use too
-        self._store: Any = None if self._alone else second_connection(dist.distributed_c10d._get_default_store())
+        # one of its own: a wait keeps its connection to itself, which the process group's threads
+        # use too
+        self._store: Any = (
+            None if self._alone else second_connection(dist.distributed_c10d._get_default_store())
+        )
         self.handles = self._gather_handles()
 
     def _gather_handles(self) -> dict[str, Any]:
@@ -132,7 +152,8 @@ class Relay(Staging):
         return dict(everyone)
 
     def complete(self, bucket: Bucket) -> None:
-        """Copy the frame of `bucket` from rank 0's staging buffer to every rank's; returns when all have it."""
+        """Copy the frame of `bucket` from rank 0's staging buffer to every rank's; returns when all
+        have it."""
         if not self._alone:
             key = f"{self._key}/{self._completed}"
             self._completed += 1
@@ -144,9 +165,9 @@ class Relay(Staging):
                 self._store.delete_key(key)
 
     def _await_rank_0(self, key: str, bucket: Bucket) -> None:
-        """A rank that waited for rank 0 in the broadcast would take computing time from the engine that shares its GPU.
-        The store answers when the key is set: of 64 ranks that asked again and again it would get 30,000 questions a
-        second."""
+        """A rank that waited for rank 0 in the broadcast would take computing time from the engine
+        that shares its GPU. The store answers when the key is set: of 64 ranks that asked again and
+        again it would get 30,000 questions a second."""
         if dist.get_rank() == 0:
             self._store.set(key, "")
             return
@@ -169,7 +190,8 @@ class IpcSendingEnd:
         self._announced = 0
 
     def send(self, frame: Tensor) -> Callable[[], None]:
-        """Announce the frame, which lies in one of the staging buffers, here and on the other ranks."""
+        """Announce the frame, which lies in one of the staging buffers, here and on the other
+        ranks."""
         first, _ = self._staging.buffers or (frame, frame)
         turn = 0 if frame.data_ptr() == first.data_ptr() else 1
         self._memory.synchronize()
@@ -186,9 +208,18 @@ class IpcSendingEnd:
             return self._store.add(key, 0)
 
         def late() -> str:
-            return f"{taken()} of {self._workers} engine workers took a bucket within {self._timeout_s:g} s"
+            return (
+                f"{taken()} of {self._workers} engine workers took a bucket within "
+                f"{self._timeout_s:g} s"
+            )
 
-        wait_until(lambda: taken() >= self._workers, self.watch, self._timeout_s, late, longest_pause_s=_POLL_S)
+        wait_until(
+            lambda: taken() >= self._workers,
+            self.watch,
+            self._timeout_s,
+            late,
+            longest_pause_s=_POLL_S,
+        )
         for used in (key, _READY.format(number)):
             self._store.delete_key(used)
 
@@ -214,7 +245,9 @@ class IpcReceivingEnd:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
             turn = self._store.get(key).decode()
         except RuntimeError as error:
-            raise WeightTransferFailed(f"no bucket came within {self._timeout_s:g} s: {error}") from error
+            raise WeightTransferFailed(
+                f"no bucket came within {self._timeout_s:g} s: {error}"
+            ) from error
         if turn == _LEFT:
             raise WeightTransferFailed("the sender has left the weight-sync group")
         frame = self._buffers[int(turn)][:nbytes].clone()

@@ -1,6 +1,6 @@
-"""Weight sync over gloo: on every device, through host memory, from several policy ranks at a time. Where the ranks of
-a stream run on one host, its sender's staging buffers are shared memory, and every rank puts its own part of a bucket
-into them."""
+"""Weight sync over gloo: on every device, through host memory, from several policy ranks at a time.
+Where the ranks of a stream run on one host, its sender's staging buffers are shared memory, and
+every rank puts its own part of a bucket into them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,27 @@ class Gloo(BroadcastTransport):
     most_streams = 8
     """A worker has a connection to every other and a buffer for each stream."""
 
-    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
-        """Memory that all ranks of a stream see if they are on one host, its sender's own otherwise."""
+    def staging(
+        self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float
+    ) -> Staging:
+        """Memory that all ranks of a stream see if they are on one host, its sender's own
+        otherwise."""
         shared: Staging | None = None
         for ranks in streams:
             if len(ranks) > 1:  # every rank has to take part in making a group
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
-                if dist.get_rank() in ranks and (buffers := _share_buffers(plan, group, ranks[0])) is not None:
+                group = dist.new_group(
+                    list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo"
+                )
+                if (
+                    dist.get_rank() in ranks
+                    and (buffers := _share_buffers(plan, group, ranks[0])) is not None
+                ):
                     shared = SharedStaging(buffers, group)
         return shared or super().staging(plan, streams, timeout_s)
 
-    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    def open_group(
+        self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float
+    ) -> Any:
         kind: Any = ProcessGroupGloo  # its options are in no type stub
         options = kind._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -47,8 +57,8 @@ class Gloo(BroadcastTransport):
 
 
 class SharedStaging(Staging):
-    """Buffers that every rank of a stream sees. A rank writes to a buffer after the barrier of the bucket before; the
-    sender enters that one when the buffer is free."""
+    """Buffers that every rank of a stream sees. A rank writes to a buffer after the barrier of the
+    bucket before; the sender enters that one when the buffer is free."""
 
     shared = True
 
@@ -60,9 +70,16 @@ class SharedStaging(Staging):
         dist.barrier(group=self._group)
 
 
-def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup, sender: int) -> tuple[Tensor, Tensor] | None:
-    """The sender's buffers on every rank of the group; None if they are not all on one host, or cannot share memory."""
-    made = [HostMemory.create(plan.largest_frame) for _ in range(2)] if dist.get_rank() == sender else []
+def _share_buffers(
+    plan: BucketPlan, group: dist.ProcessGroup, sender: int
+) -> tuple[Tensor, Tensor] | None:
+    """The sender's buffers on every rank of the group; None if they are not all on one host, or
+    cannot share memory."""
+    made = (
+        [HostMemory.create(plan.largest_frame) for _ in range(2)]
+        if dist.get_rank() == sender
+        else []
+    )
     handles = [[memory.handle for memory in made]]
     dist.broadcast_object_list(handles, src=sender, group=group)
     opened, problem = made, None
@@ -77,7 +94,10 @@ def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup, sender: int) -> t
         memory.close()
     if any(problems):
         if dist.get_rank() == sender:
-            logger.info("weights are gathered by messages, not in shared memory: %s", list(filter(None, problems)))
+            logger.info(
+                "weights are gathered by messages, not in shared memory: %s",
+                list(filter(None, problems)),
+            )
         return None
     return opened[0].tensor, opened[1].tensor
 
@@ -92,9 +112,10 @@ def _gloo_device(peer_address: str) -> Any:
 
 
 class HostMemory:
-    """A block of anonymous shared memory as a uint8 tensor, without a name that could be left behind. Another process
-    of the same user opens it by `handle`, through /proc, while the process that made it has it open; the kernel
-    frees it with the last one. /dev/shm, unlike it, is often limited to 64 MiB in containers."""
+    """A block of anonymous shared memory as a uint8 tensor, without a name that could be left
+    behind. Another process of the same user opens it by `handle`, through /proc, while the process
+    that made it has it open; the kernel frees it with the last one. /dev/shm, unlike it, is often
+    limited to 64 MiB in containers."""
 
     def __init__(self, tensor: Tensor, handle: str, descriptor: int | None) -> None:
         self.tensor = tensor
@@ -110,10 +131,13 @@ class HostMemory:
 
     @classmethod
     def open(cls, handle: str) -> HostMemory:
-        """What another process created; raises OSError on another host, in another container, or under another user."""
+        """What another process created; raises OSError on another host, in another container, or
+        under another user."""
         machine, pid, number = handle.rsplit(":", 2)
         if machine != machine_id():
-            raise OSError(f"the shared memory {handle} is on another machine, or in another container")
+            raise OSError(
+                f"the shared memory {handle} is on another machine, or in another container"
+            )
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         try:
             return cls(_mapped(descriptor, os.fstat(descriptor).st_size), handle, None)

@@ -1,6 +1,7 @@
-"""Which bytes of which tensor travel in which bucket, from which sender, and sums of the bits that prove that they
-arrived. A plan is built once, from the static list of tensors that the policy exports, and is shipped to the engines
-when the groups are connected. After that no metadata travels: one collective per bucket."""
+"""Which bytes of which tensor travel in which bucket, from which sender, and sums of the bits that
+prove that they arrived. A plan is built once, from the static list of tensors that the policy
+exports, and is shipped to the engines when the groups are connected. After that no metadata
+travels: one collective per bucket."""
 
 from __future__ import annotations
 
@@ -27,18 +28,21 @@ _SMALLER_BUCKETS = 3
 Spec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
 _AT_A_TIME = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Numbers mixed at a time: what stays in a core's cache; on a GPU 32 MiB, of which two copies are made."""
+"""Numbers mixed at a time: what stays in a core's cache; on a GPU 32 MiB, of which two copies are
+made."""
 _FACTOR = -7046029254386353131
 """Odd, with its bits well mixed: 2^64 / golden ratio, as a signed number."""
 _BLOCK = 16
-"""Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
+"""Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of
+five."""
 _NAMED = 10
 _MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows [start, stop) of a tensor (entries of a vector) as they travel, and their first byte in their bucket;
+    """Rows [start, stop) of a tensor (entries of a vector) as they travel, and their first byte in
+    their bucket;
     ``shape`` is that of the whole tensor, unsharded."""
 
     name: str
@@ -61,15 +65,16 @@ class Slot:
         return _nbytes(self.rows_shape, self.dtype)
 
     def view(self, bucket_bytes: Tensor) -> Tensor:
-        """These rows' part of a uint8 vector that holds at least the whole bucket, without a copy."""
+        """These rows' part of a uint8 vector that holds at least the whole bucket, without a
+        copy."""
         raw = bucket_bytes[self.offset : self.offset + self.nbytes]
         return raw.view(self.dtype).view(self.rows_shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows that travel together, in the order of the plan; ``nbytes`` includes alignment gaps. It is number ``turn`` of
-    those of its ``stream``, and number ``index`` of all."""
+    """Rows that travel together, in the order of the plan; ``nbytes`` includes alignment gaps. It
+    is number ``turn`` of those of its ``stream``, and number ``index`` of all."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -84,9 +89,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Every tensor of a model, once, packed in order into the buckets of its stream, which one sender sends. A tensor
-    larger than a bucket travels in pieces of whole rows; only a row that is larger by itself has a larger bucket, of
-    its own. ``streams``: the stream of every tensor, counted from 0."""
+    """Every tensor of a model, once, packed in order into the buckets of its stream, which one
+    sender sends. A tensor larger than a bucket travels in pieces of whole rows; only a row that is
+    larger by itself has a larger bucket, of its own. ``streams``: the stream of every tensor,
+    counted from 0."""
 
     tensors: tuple[Spec, ...]
     buckets: tuple[Bucket, ...]
@@ -94,11 +100,14 @@ class BucketPlan:
     streams: tuple[int, ...]
 
     @classmethod
-    def build(cls, tensors: Iterable[Spec], bucket_bytes: int, streams: Sequence[int] | None = None) -> BucketPlan:
-        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`, which the streams share: an engine
-        worker receives from all of them at a time, and takes their buckets in turns. Only a tensor that is larger than
-        such a share, by itself in its bucket, takes up to all: in pieces the worker would have to copy it. The first
-        three of a stream are smaller, an eighth, a quarter and half: nothing is sent before the first is filled."""
+    def build(
+        cls, tensors: Iterable[Spec], bucket_bytes: int, streams: Sequence[int] | None = None
+    ) -> BucketPlan:
+        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`, which the
+        streams share: an engine worker receives from all of them at a time, and takes their buckets
+        in turns. Only a tensor that is larger than such a share, by itself in its bucket, takes up
+        to all: in pieces the worker would have to copy it. The first three of a stream are smaller,
+        an eighth, a quarter and half: nothing is sent before the first is filled."""
         tensors = tuple(tensors)
         streams = (0,) * len(tensors) if streams is None else tuple(streams)
         _check(tensors, bucket_bytes)
@@ -107,19 +116,27 @@ class BucketPlan:
         packed = []
         for stream in numbers:
             own = [spec for spec, number in zip(tensors, streams, strict=True) if number == stream]
-            packed += [(turn, stream, pieces) for turn, pieces in enumerate(_split(own, bucket_bytes, size))]
+            packed += [
+                (turn, stream, pieces)
+                for turn, pieces in enumerate(_split(own, bucket_bytes, size))
+            ]
         packed.sort(key=lambda group: group[:2])
         buckets = tuple(_bucket(index, *group) for index, group in enumerate(packed))
         return cls(tensors, buckets, bucket_bytes, streams)
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> BucketPlan:
-        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in wire["tensors"]]
+        tensors = [
+            (name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in wire["tensors"]
+        ]
         return cls.build(tensors, wire["bucket_bytes"], wire["streams"])
 
     def to_wire(self) -> dict[str, Any]:
         """Strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
-        rows = [(name, list(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in self.tensors]
+        rows = [
+            (name, list(shape), str(dtype).removeprefix("torch."))
+            for name, shape, dtype in self.tensors
+        ]
         return {"tensors": rows, "bucket_bytes": self.bucket_bytes, "streams": list(self.streams)}
 
     def of_stream(self, stream: int | None) -> tuple[Bucket, ...]:
@@ -140,9 +157,16 @@ class BucketPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """63-bit number that differs when names, shapes, dtypes, order, streams or packing differ."""
-        places = [((bucket.index, bucket.stream), slot) for bucket in self.buckets for slot in bucket.slots]
-        text = repr([(i, s.offset, s.name, s.shape, s.start, s.stop, str(s.dtype)) for i, s in places])
+        """63-bit number that differs when names, shapes, dtypes, order, streams or packing
+        differ."""
+        places = [
+            ((bucket.index, bucket.stream), slot)
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+        text = repr(
+            [(i, s.offset, s.name, s.shape, s.start, s.stop, str(s.dtype)) for i, s in places]
+        )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -159,7 +183,9 @@ def _check(tensors: Sequence[Spec], bucket_bytes: int) -> None:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if not tensors:
         raise ValueError("a bucket plan needs at least one tensor, got none")
-    if twice := sorted(name for name, count in Counter(name for name, _, _ in tensors).items() if count > 1):
+    if twice := sorted(
+        name for name, count in Counter(name for name, _, _ in tensors).items() if count > 1
+    ):
         raise ValueError(f"tensor names must be unique in a bucket plan; more than once: {twice}")
 
 
@@ -184,7 +210,9 @@ def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
     rows, size = _rows(shape), _aligned_bytes(shape, dtype)
     at_once = rows
     if size > bucket_bytes:
-        at_once = max(1, bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES // _nbytes(shape[1:], dtype))
+        at_once = max(
+            1, bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES // _nbytes(shape[1:], dtype)
+        )
     for start in range(0, max(1, rows), max(1, at_once)):
         yield _Piece(spec, start, min(start + at_once, rows))
 
@@ -215,9 +243,10 @@ class WeightSyncMismatch(RuntimeError):
 
 
 class Receipt(NamedTuple):
-    """What an engine holds after an update: sums modulo 2^64 and how many entries these are, over all workers, of every
-    tensor of the plan; seconds that the slowest worker spent loading and summing; how many tensors were summed as
-    they arrived, because a worker holds them in another form (quantized, or packed for a CPU's matrix products)."""
+    """What an engine holds after an update: sums modulo 2^64 and how many entries these are, over
+    all workers, of every tensor of the plan; seconds that the slowest worker spent loading and
+    summing; how many tensors were summed as they arrived, because a worker holds them in another
+    form (quantized, or packed for a CPU's matrix products)."""
 
     load_s: float
     sums: list[int]
@@ -226,22 +255,25 @@ class Receipt(NamedTuple):
 
 
 def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
-    """The bits of a tensor, or of a shard of one of this shape, as integers, without a copy: (N, 16) words of 8 bytes,
-    where rows can be cut so among the workers of an engine; else (N,) the entries. None if the shard is not
+    """The bits of a tensor, or of a shard of one of this shape, as integers, without a copy: (N,
+    16) words of 8 bytes, where rows can be cut so among the workers of an engine; else (N,) the
+        entries. None if the shard is not
     contiguous, or cut otherwise."""
     if not tensor.is_contiguous():
         return None
     flat, block = tensor.detach().view(-1), 8 * _BLOCK
     if len(shape) < 2 or shape[-1] * tensor.element_size() % (block * workers):
-        return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        return flat.view(
+            {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        )
     if tensor.shape[-1] * tensor.element_size() % block or tensor.data_ptr() % 8:
         return None
     return flat.view(torch.int64).view(-1, _BLOCK)
 
 
 def bit_sum(words: Tensor) -> Tensor:
-    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
-    one block do). Zeros count nothing. Nothing is read back from the device."""
+    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and
+    -1 in two words of one block do). Zeros count nothing. Nothing is read back from the device."""
     if words.is_cuda and _has_triton():
         from openrlhf_ext.rollout import triton_sums  # needs the package triton
 
@@ -253,8 +285,9 @@ def bit_sum(words: Tensor) -> Tensor:
 
 
 def bit_sums(parts: Sequence[Tensor]) -> Tensor:
-    """(len(parts),): `bit_sum` of each. Parts of whole blocks that lie one behind the other in memory, such as a bucket
-    of experts or the parameter that has them all, are read in one pass, of which the sums are cut."""
+    """(len(parts),): `bit_sum` of each. Parts of whole blocks that lie one behind the other in
+    memory, such as a bucket of experts or the parameter that has them all, are read in one pass, of
+    which the sums are cut."""
     found = []
     order = sorted(range(len(parts)), key=lambda number: parts[number].data_ptr())
     for run in _neighbors([parts[number] for number in order]):
@@ -275,10 +308,13 @@ def _neighbors(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for part in parts:
         last = run[-1] if run else None
         beside = (
-            last is not None and last.dim() == part.dim() == 2 and len(last) and len(part)
+            last is not None
+            and last.dim() == part.dim() == 2
+            and len(last)
+            and len(part)
             and last.data_ptr() + last.nbytes == part.data_ptr()
             and last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        )  # fmt: skip
+        )
         if run and not beside:
             yield run
             run = []
@@ -304,9 +340,10 @@ def _has_triton() -> bool:
 
 
 class SentSums:
-    """Sums of the tensors of one update, made while their buckets are under way. They do not depend on the order of
-    entries: the sums of shards in an engine's workers add up to as many times the sent one as there are copies.
-    Entries that changed places within a tensor are left to the probe."""
+    """Sums of the tensors of one update, made while their buckets are under way. They do not depend
+    on the order of
+    entries: the sums of shards in an engine's workers add up to as many times the sent one as there
+    are copies. Entries that changed places within a tensor are left to the probe."""
 
     def __init__(self, plan: BucketPlan, workers: int) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -319,7 +356,9 @@ class SentSums:
         parts = [part for part in found if part is not None]
         assert len(parts) == len(found), "rows of a tensor are contiguous and begin at a word"
         for slot, total in zip(bucket.slots, bit_sums(parts).unbind(), strict=True):
-            self._sums[slot.name] = self._sums[slot.name] + total if slot.name in self._sums else total
+            self._sums[slot.name] = (
+                self._sums[slot.name] + total if slot.name in self._sums else total
+            )
 
     def take(self) -> list[int]:
         """The sum of every tensor, in the plan's order; 0 of those that other senders have sent."""
@@ -327,7 +366,9 @@ class SentSums:
         return torch.stack([self._sums.get(name, nothing) for name in self._names]).tolist()
 
 
-def together(load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]) -> Receipt:
+def together(
+    load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]
+) -> Receipt:
     """An engine's receipt from its workers' (sum, entries, whether as received) of every tensor."""
     tensors = list(zip(*workers, strict=True))
     return Receipt(
@@ -338,23 +379,30 @@ def together(load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int,
     )
 
 
-def check_receipts(plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Receipt], version: int) -> None:
-    """Compare what the engines hold with what was sent; raises WeightSyncMismatch, naming engines and tensors."""
+def check_receipts(
+    plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Receipt], version: int
+) -> None:
+    """Compare what the engines hold with what was sent; raises WeightSyncMismatch, naming engines
+    and tensors."""
     found = []
     for engine, receipt in enumerate(receipts):
         wrong = list(_wrong(plan, sent, receipt))
         if wrong:
             more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            found.append(f"- engine {engine}: {len(wrong)} of {len(sent)}: {', '.join(wrong[:_NAMED])}{more}")
+            found.append(
+                f"- engine {engine}: {len(wrong)} of {len(sent)}: {', '.join(wrong[:_NAMED])}{more}"
+            )
     if found:
         raise WeightSyncMismatch(
-            f"after weight sync {version} engines do not hold the weights that were sent; checksums differ of these "
-            "tensors:\n" + "\n".join(found)
+            f"after weight sync {version} engines do not hold the weights that were sent; "
+            "checksums differ of these tensors:\n" + "\n".join(found)
         )
 
 
 def _wrong(plan: BucketPlan, sent: Sequence[int], receipt: Receipt) -> Iterable[str]:
-    for (name, shape, _), ours, theirs, entries in zip(plan.tensors, sent, receipt.sums, receipt.entries, strict=True):
+    for (name, shape, _), ours, theirs, entries in zip(
+        plan.tensors, sent, receipt.sums, receipt.entries, strict=True
+    ):
         size = torch.Size(shape).numel()
         copies, rest = divmod(entries, size) if size else (1, entries)
         if rest or (copies * ours - theirs) % _MODULUS:

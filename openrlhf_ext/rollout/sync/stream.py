@@ -1,6 +1,6 @@
-"""One weight update as a sequence of frames, the same for every transport. A frame is a bucket behind a 64-byte header,
-so that each bucket is one transfer and still carries what lets a receiver refuse it: plan, version, position, and
-whether the sender has given up."""
+"""One weight update as a sequence of frames, the same for every transport. A frame is a bucket
+behind a 64-byte header, so that each bucket is one transfer and still carries what lets a receiver
+refuse it: plan, version, position, and whether the sender has given up."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ _MAGIC = 0x57454947485453
 _CONTENT, _ABORT = 0, 1
 
 Fill = Callable[[Bucket, Tensor | None], None]
-"""``fill(bucket, content)`` puts a bucket's tensors, or this rank's part of them, into ``content``: a uint8 vector of
-the bucket's size. Without ``content`` it only does what other ranks wait for."""
+"""``fill(bucket, content)`` puts a bucket's tensors, or this rank's part of them, into ``content``:
+a uint8 vector of the bucket's size. Without ``content`` it only does what other ranks wait for."""
 
 
 def send_stream(
-    end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1, stream: int = 0
+    end: SendingEnd,
+    plan: BucketPlan,
+    staging: Staging,
+    fill: Fill,
+    version: int,
+    workers: int = 1,
+    stream: int = 0,
 ) -> list[int]:
-    """Send all buckets of a stream, on its sender; filling of one overlaps the sending of the one before. Returns the
-    checksum of every tensor, in the plan's order, 0 for those of other streams. When ``fill`` raises, the receivers
-    have been told to refuse the update; its frame may still be under way: ``staging`` is free once they have
-    answered."""
+    """Send all buckets of a stream, on its sender; filling of one overlaps the sending of the one
+    before. Returns the checksum of every tensor, in the plan's order, 0 for those of other streams.
+    When ``fill`` raises, the receivers have been told to refuse the update; its frame may still be
+    under way: ``staging`` is free once they have answered."""
     buckets = plan.of_stream(stream)
     filled = completed = 0
     sums = SentSums(plan, workers)
@@ -77,7 +83,8 @@ def let_others_end(
 
 
 def follow_stream(buckets: Sequence[Bucket], staging: Staging, fill: Fill) -> None:
-    """The part of a rank that does not send; a failure is raised when no other rank waits for this one any more."""
+    """The part of a rank that does not send; a failure is raised when no other rank waits for this
+    one any more."""
     failure: Exception | None = None
     for bucket in buckets:
         failure = failure or _failure(fill, bucket, staging.content(bucket))
@@ -96,8 +103,9 @@ def _failure(fill: Fill, bucket: Bucket, content: Tensor | None) -> Exception | 
 
 
 class WeightReceiver:
-    """An engine worker's ends of updates, one for each stream of the plan. A frame's memory is not used again as long
-    as a tensor of it is there: vLLM's layerwise reload keeps the tensors of a layer until the layer is complete."""
+    """An engine worker's ends of updates, one for each stream of the plan. A frame's memory is not
+    used again as long as a tensor of it is there: vLLM's layerwise reload keeps the tensors of a
+    layer until the layer is complete."""
 
     def __init__(self, ends: Sequence[ReceivingEnd], plan: BucketPlan) -> None:
         self.ends = ends
@@ -107,13 +115,17 @@ class WeightReceiver:
 
     @classmethod
     def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
-        """Join the groups of all senders as the engine's worker number `worker`. Raises WeightSyncError."""
+        """Join the groups of all senders as the engine's worker number `worker`. Raises
+        WeightSyncError."""
         transport = find_transport(link.transport)
         if (violation := transport.worker_violation(link.handles)) is not None:
             raise WeightSyncError(violation)
         rank = link.first_rank + worker
         store = join(link, rank)
-        late = f"not all {link.world_size} ranks had joined the weight-sync group after {link.timeout_s:g} s"
+        late = (
+            f"not all {link.world_size} ranks had joined the weight-sync group after "
+            f"{link.timeout_s:g} s"
+        )
         links = [replace(link, stream=stream) for stream in range(plan.stream_count)]
 
         def open_all() -> list[ReceivingEnd]:
@@ -123,8 +135,8 @@ class WeightReceiver:
         return cls(ends, plan)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of all tensors, in the order of the buckets; one of every stream is under way. Raises
-        WeightStreamAborted, WeightSyncError."""
+        """Yield `(name, tensor)` of all tensors, in the order of the buckets; one of every stream
+        is under way. Raises WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
         self._unfinished.clear()
         following = [iter(self._plan.of_stream(stream)) for stream in range(len(self.ends))]
@@ -157,17 +169,22 @@ class WeightReceiver:
                 yield slot.name, self._unfinished.pop(slot.name)
 
     def close(self) -> None:
-        with ThreadPoolExecutor(len(self.ends)) as pool:  # leaving takes a while where a transfer hangs
+        # leaving takes a while where a transfer hangs
+        with ThreadPoolExecutor(len(self.ends)) as pool:
             list(pool.map(lambda end: end.close(), self.ends))
 
 
 def _stamp(frame: Tensor, plan: BucketPlan, version: int, index: int, status: int) -> None:
-    header = torch.tensor([_MAGIC, plan.fingerprint, version, index, status, 0, 0, 0], dtype=torch.int64)
+    header = torch.tensor(
+        [_MAGIC, plan.fingerprint, version, index, status, 0, 0, 0], dtype=torch.int64
+    )
     frame[:HEADER_BYTES].copy_(header.view(torch.uint8))
 
 
 def _check_header(frame: Tensor, plan: BucketPlan, version: int, index: int) -> None:
-    magic, fingerprint, sent_version, sent_index, status = frame[:HEADER_BYTES].view(torch.int64)[:5].tolist()
+    magic, fingerprint, sent_version, sent_index, status = (
+        frame[:HEADER_BYTES].view(torch.int64)[:5].tolist()
+    )
     if (magic, fingerprint, status) == (_MAGIC, plan.fingerprint, _ABORT):
         place = f"update {sent_version} at bucket {sent_index} of {len(plan.buckets)}"
         raise WeightStreamAborted(f"{WeightStreamAborted.MARK} {place}; see its own error")
@@ -175,6 +192,6 @@ def _check_header(frame: Tensor, plan: BucketPlan, version: int, index: int) -> 
     arrived = (magic, fingerprint, sent_version, sent_index)
     if arrived != expected:
         raise WeightSyncError(
-            f"frame (magic, plan, version, bucket) {arrived} arrived where {expected} was expected: sender and engine "
-            "run different updates; connect them again"
+            f"frame (magic, plan, version, bucket) {arrived} arrived where {expected} was "
+            "expected: sender and engine run different updates; connect them again"
         )

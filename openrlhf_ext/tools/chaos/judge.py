@@ -13,31 +13,57 @@ from safetensors.torch import load_file
 
 from openrlhf_ext.tools.chaos.watch import REMOVED, is_evaluation, read_records
 
-# of an undisturbed run: they must come back equal; the rest of a record measures time, memory and the machine
+# of an undisturbed run: they must come back equal; the rest of a record measures time, memory and
+# the machine
 EXACT = (
-    "reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated", "prompts/consumed", "lr", "loss/policy",
-    "grad_norm", "entropy/mean", "eval/accuracy", "eval/reward_mean", "loss/sft", "eval/loss",
-)  # fmt: skip
+    "reward/mean",
+    "accuracy/mean",
+    "response/length_mean",
+    "tokens/generated",
+    "prompts/consumed",
+    "lr",
+    "loss/policy",
+    "grad_norm",
+    "entropy/mean",
+    "eval/accuracy",
+    "eval/reward_mean",
+    "loss/sft",
+    "eval/loss",
+)
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)(?s:.{0,1500})")
 _NUMBER = re.compile(r"[0-9a-f]{6,}|\d+")
 
 
 def outcome(undisturbed: Path, folder: Path, exact: bool) -> list[str]:
-    """What is wrong with the records and the weights of a run that has ended; ``exact``: they must be those of the
-    undisturbed one to the last bit."""
+    """What is wrong with the records and the weights of a run that has ended; ``exact``: they must
+    be those of the undisturbed one to the last bit."""
     want, got = read_records(undisturbed / "run/metrics.jsonl"), _all_records(folder)
-    found = [f"metrics.jsonl has the steps {_steps(got)}, not {_steps(want)}"] if _steps(got) != _steps(want) else []
+    found = (
+        [f"metrics.jsonl has the steps {_steps(got)}, not {_steps(want)}"]
+        if _steps(got) != _steps(want)
+        else []
+    )
     weights = [sorted((path / "run").glob("*.safetensors")) for path in (undisturbed, folder)]
     if [path.name for path in weights[0]] != [path.name for path in weights[1]]:
         return [*found, "the final weights are missing"]
     if exact and not found:
         for name in EXACT:
-            if differ := [b["step"] for a, b in zip(want, got, strict=True) if a.get(name) != b.get(name)]:
+            if differ := [
+                b["step"] for a, b in zip(want, got, strict=True) if a.get(name) != b.get(name)
+            ]:
                 found.append(f"{name} is another one from step {differ[0]} on")
         for a, b in zip(*weights, strict=True):
             tensors, others = load_file(a), load_file(b)
-            differ = [name for name in tensors if name not in others or not tensors[name].equal(others[name])]
-            found += [f"{len(differ)} of {len(tensors)} tensors of the final weights differ"] if differ else []
+            differ = [
+                name
+                for name in tensors
+                if name not in others or not tensors[name].equal(others[name])
+            ]
+            found += (
+                [f"{len(differ)} of {len(tensors)} tensors of the final weights differ"]
+                if differ
+                else []
+            )
     return found
 
 
@@ -58,14 +84,18 @@ def terminal(text: str) -> list[str]:
 
 
 def files(undisturbed: Path, folder: Path) -> list[str]:
-    """Names of the temporary files that are left, other than Ray's logs, and other than those of the undisturbed run:
+    """Names of the temporary files that are left, other than Ray's logs, and other than those of
+    the undisturbed run:
     what a process had when it was killed."""
     known = {_NUMBER.sub("N", path.name) for path in (undisturbed / "tmp").glob("*")} | {"ray"}
-    return sorted(path.name for path in (folder / "tmp").glob("*") if _NUMBER.sub("N", path.name) not in known)
+    return sorted(
+        path.name for path in (folder / "tmp").glob("*") if _NUMBER.sub("N", path.name) not in known
+    )
 
 
 def ledger(folder: Path) -> list[str]:
-    """What the run's ledger says of prompts that were lost or trained twice; nothing where a run has none."""
+    """What the run's ledger says of prompts that were lost or trained twice; nothing where a run
+    has none."""
     if not (folder / "run/ledger.jsonl").exists():
         return []
     command = [sys.executable, "-m", "openrlhf_ext", "ledger", str(folder / "run")]

@@ -1,4 +1,5 @@
-"""What chaos puts around a user's reward function: it counts the samples, and misbehaves once if a file asks for it."""
+"""What chaos puts around a user's reward function: it counts the samples, and misbehaves once if a
+file asks for it."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ MISDEEDS: Mapping[str, Callable[[], Any]] = {
 
 
 class Spoiled:
-    """The function of the user's file; ``folder`` has ``calls``, the time of each call, and whatever is asked for."""
+    """The function of the user's file; ``folder`` has ``calls``, the time of each call, and
+    whatever is asked for."""
 
     def __init__(self, path: str, folder: str) -> None:
         self._grade, self._folder = load_reward_function(path), Path(folder)
 
-    def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any = ("",), **_: Any) -> Any:
+    def __call__(
+        self, queries: Any, prompts: Any, labels: Any, completions: Any = ("",), **_: Any
+    ) -> Any:
         with open(self._folder / "calls", "ab", buffering=0) as calls:
             calls.write(struct.pack("d", time.time()))
         for name, misdeed in MISDEEDS.items():

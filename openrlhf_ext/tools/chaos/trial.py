@@ -30,8 +30,9 @@ _SAID = 300
 
 @dataclass(frozen=True)
 class Campaign:
-    """``command``: of folder and extra words the command of a run there; ``undisturbed``: the folder of the run that
-    nothing happened to, ``seconds`` long; ``exact``: whether the run's mode can be repeated to the last bit."""
+    """``command``: of folder and extra words the command of a run there; ``undisturbed``: the
+    folder of the run that nothing happened to, ``seconds`` long; ``exact``: whether the run's mode
+    can be repeated to the last bit."""
 
     command: Callable[[Path, Sequence[str]], list[str]]
     undisturbed: Path
@@ -48,14 +49,26 @@ class Campaign:
             log = self.undisturbed / "log0"
             said = log.read_text(errors="replace").partition("the run failed")[2]
             short = [f"--{name} {seconds}" for name, seconds in DEADLINES.items() if name in said]
-            hint = f" (chaos sets {', '.join(short)} unless they are given: give longer ones)" if short else ""
+            hint = (
+                f" (chaos sets {', '.join(short)} unless they are given: give longer ones)"
+                if short
+                else ""
+            )
             wrong.append(f"the undisturbed run ended with {status}; what it said: {log}{hint}")
-        steps = max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
+        steps = max(
+            (r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0
+        )
         return time.monotonic() - began, wrong, steps
 
     def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
-        """Starts the run, does to it what was drawn, goes on until it has ended in order, and judges."""
-        pending, rows, wrong, began = list(drawn), list[dict[str, Any]](), list[str](), time.monotonic()
+        """Starts the run, does to it what was drawn, goes on until it has ended in order, and
+        judges."""
+        pending, rows, wrong, began = (
+            list(drawn),
+            list[dict[str, Any]](),
+            list[str](),
+            time.monotonic(),
+        )
         statuses: list[int | None] = []
         while 0 not in statuses and len(statuses) < len(drawn) + 2:
             words = ["--train.max_restarts", str(restarts)]
@@ -64,7 +77,9 @@ class Campaign:
             until = time.monotonic() + _ENDS_S + 2 * self.seconds + _FAULT_S * len(pending)
             status, found = self._start(folder, words, pending, until, rows)
             statuses, wrong = [*statuses, status], wrong + found
-        exact = self.exact and all(FAULTS[row["fault"]].exact for row in rows if "missed" not in row)
+        exact = self.exact and all(
+            FAULTS[row["fault"]].exact for row in rows if "missed" not in row
+        )
         if 0 in statuses:
             wrong += judge.outcome(self.undisturbed, folder, exact)
         else:
@@ -73,22 +88,34 @@ class Campaign:
         self._measure(rows, folder)
         rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
         return {
-            "faults": rows, "wrong": wrong, "left": judge.files(self.undisturbed, folder),
-            "compared": "bits" if exact else "steps", "restarts_allowed": restarts, "statuses": statuses,
-            "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
-        }  # fmt: skip
+            "faults": rows,
+            "wrong": wrong,
+            "left": judge.files(self.undisturbed, folder),
+            "compared": "bits" if exact else "steps",
+            "restarts_allowed": restarts,
+            "statuses": statuses,
+            "seconds": time.monotonic() - began,
+            "undisturbed_seconds": self.seconds,
+        }
 
     def _start(
-        self, folder: Path, words: Sequence[str], pending: list[Drawn], until: float, rows: list[dict[str, Any]],
-    ) -> tuple[int | None, list[str]]:  # fmt: skip
-        """Starts the run once, and does to it what is ``pending``, of which the ``rows`` tell: its exit status, and
-        what is wrong with that start."""
+        self,
+        folder: Path,
+        words: Sequence[str],
+        pending: list[Drawn],
+        until: float,
+        rows: list[dict[str, Any]],
+    ) -> tuple[int | None, list[str]]:
+        """Starts the run once, and does to it what is ``pending``, of which the ``rows`` tell: its
+        exit status, and what is wrong with that start."""
         run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
         try:
             while pending:
                 drawn, known = pending[0], max((row["reached"] + 1 for row in rows), default=0)
                 # what the last fault does is seen before the next one comes
-                if not run.reach(drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until):
+                if not run.reach(
+                    drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until
+                ):
                     break
                 rows.append(_inject(run, pending.pop(0)))
                 if drawn.fault.endswith("_command"):  # it ends, after the step under way
@@ -124,21 +151,33 @@ class Campaign:
             before = max((r["time"] for r in records if r["time"] <= at), default=0.0)
             calls = _calls(folder)
             again = bisect(calls, later["time"]) - bisect(calls, before)
-            row["samples_again"] = max(0, again - usual.get(later["step"], 0) + usual.get(reached, 0))
+            row["samples_again"] = max(
+                0, again - usual.get(later["step"], 0) + usual.get(reached, 0)
+            )
 
 
-def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]) -> list[str]:
-    """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled there."""
+def run_command(
+    words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]
+) -> list[str]:
+    """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled
+    there."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = {word.split("=")[0] for word in words}
-    given: dict[str, object] = {name: value for name, value in DEADLINES.items() if f"--{name}" not in asked} | {
-        "ckpt.output_dir": folder / "run", "ckpt.path": folder / "checkpoints", "ckpt.save_steps": 1,
-        "logger.metrics_path": folder / "run/metrics.jsonl", "logger.figure_path": folder / "run/training.png",
-    }  # fmt: skip
+    given: dict[str, object] = {
+        name: value for name, value in DEADLINES.items() if f"--{name}" not in asked
+    } | {
+        "ckpt.output_dir": folder / "run",
+        "ckpt.path": folder / "checkpoints",
+        "ckpt.save_steps": 1,
+        "logger.metrics_path": folder / "run/metrics.jsonl",
+        "logger.figure_path": folder / "run/training.png",
+    }
     if reward is not None:
         given["reward.remote_url"] = folder / "reward.py"
         module, name = Spoiled.__module__, Spoiled.__name__
-        made = f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        made = (
+            f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        )
         (folder / "reward.py").write_text(made)
     own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words, *own]
@@ -146,7 +185,12 @@ def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Se
 
 
 def _inject(run: Run, drawn: Drawn) -> dict[str, Any]:
-    row = asdict(drawn) | {"at": time.time(), "reached": run.step, "log": run.log.name, "from": run.log.stat().st_size}
+    row = asdict(drawn) | {
+        "at": time.time(),
+        "reached": run.step,
+        "log": run.log.name,
+        "from": run.log.stat().st_size,
+    }
     try:
         drawn.inject(run)
     except NotThere as why:
@@ -155,8 +199,8 @@ def _inject(run: Run, drawn: Drawn) -> dict[str, Any]:
 
 
 def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> list[str]:
-    """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
-    happens after the next fault counts as that one's."""
+    """Adds to the faults of this start when the run noticed, and what came of it; returns what it
+    did not say. What happens after the next fault counts as that one's."""
     wrong: list[str] = []
     events, records = (_all_of(run.folder, name) for name in ("events", "metrics"))
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
@@ -166,21 +210,33 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         kinds = {event["event"] for event in noticed}
         went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
         row["result"] = (
-            "restarted" if "restart" in kinds else f"ended with {status}" if status and not following else
-            "engine replaced" if "engine_replaced" in kinds else "went on" if went_on else "overtaken by the next"
-        )  # fmt: skip
+            "restarted"
+            if "restart" in kinds
+            else f"ended with {status}"
+            if status and not following
+            else "engine replaced"
+            if "engine_replaced" in kinds
+            else "went on"
+            if went_on
+            else "overtaken by the next"
+        )
         if row["result"] in ("went on", "overtaken by the next"):
             continue
         row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following["from"] if following else None]
-        row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), "")
+        row["said"] = next(
+            iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), ""
+        )
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
-        unheard = row["phase"] == "start" and status is not None and status < 0  # it did not listen to signals yet
+        # it did not listen to signals yet
+        unheard = row["phase"] == "start" and status is not None and status < 0
         own = FAULTS[row["fault"]].names
         # what an earlier fault of this start has stopped may be noticed only now
         earlier = [FAULTS[each["fault"]].names for each in here[: here.index(row)]]
-        if not unheard and not re.search("|".join(filter(None, [own, *earlier])) if own else "", text):
+        if not unheard and not re.search(
+            "|".join(filter(None, [own, *earlier])) if own else "", text
+        ):
             wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
 
@@ -201,14 +257,22 @@ def _graded_by(folder: Path) -> dict[int, int]:
     """Step -> samples that were graded when it was recorded."""
     calls = _calls(folder)
     records = read_records(folder / "run/metrics.jsonl")
-    return {record["step"]: bisect(calls, record["time"]) for record in records if not is_evaluation(record)}
+    return {
+        record["step"]: bisect(calls, record["time"])
+        for record in records
+        if not is_evaluation(record)
+    }
 
 
 def described(trial: Mapping[str, Any]) -> list[str]:
     """Lines for the terminal: each fault, and what did not hold."""
     lines = []
     for row in trial["faults"]:
-        times = [f"{name} {row[f'{name}_s']:.1f} s" for name in ("detected", "recovered") if f"{name}_s" in row]
+        times = [
+            f"{name} {row[f'{name}_s']:.1f} s"
+            for name in ("detected", "recovered")
+            if f"{name}_s" in row
+        ]
         again = [f"{row['samples_again']} samples again"] if row.get("samples_again") else []
         said = row.get("missed") or ", ".join([row["result"], *times, *again])
         lines.append(f"{row['fault']:<24} {row['phase']:<11} step {row['step']:<4} {said}")
@@ -217,12 +281,24 @@ def described(trial: Mapping[str, Any]) -> list[str]:
 
 
 def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether all held, of at least one fault; runs that nothing was done to count only if something was wrong.
+    """Whether all held, of at least one fault; runs that nothing was done to count only if
+    something was wrong.
     ``effective``: the time of undisturbed runs over that of the disturbed ones."""
     rows = [row for trial in trials for row in trial["faults"] if "missed" not in row]
     trials = [t for t in trials if t["wrong"] or any("missed" not in row for row in t["faults"])]
     failed = sum(bool(trial["wrong"]) for trial in trials)
-    effective = sum(t["undisturbed_seconds"] for t in trials) / max(1e-9, sum(t["seconds"] for t in trials))
+    effective = sum(t["undisturbed_seconds"] for t in trials) / max(
+        1e-9, sum(t["seconds"] for t in trials)
+    )
     held = f"{len(trials) - failed} of {len(trials)} runs with {len(rows)} faults held"
-    sentence = f"{held}; effective training time {effective:.0%}" if trials else "no fault could be done to a run"
-    return {"held": bool(rows) and not failed, "faults": len(rows), "effective": effective, "sentence": sentence}
+    sentence = (
+        f"{held}; effective training time {effective:.0%}"
+        if trials
+        else "no fault could be done to a run"
+    )
+    return {
+        "held": bool(rows) and not failed,
+        "faults": len(rows),
+        "effective": effective,
+        "sentence": sentence,
+    }

@@ -1,4 +1,5 @@
-"""Problem files for evaluation, in a user's format or as a benchmark was published, and graded problems on the disk."""
+"""Problem files for evaluation, in a user's format or as a benchmark was published, and graded
+problems on the disk."""
 
 from __future__ import annotations
 
@@ -64,13 +65,17 @@ def system_message(given: str | None) -> str | None:
         return SYSTEM_PROMPTS.get(given or "")
     if len(given.split()) < 2:
         known = ", ".join(SYSTEM_PROMPTS)
-        raise InputError(f"--system_prompt {given!r} is no protocol's name ({known}), and a message has more words")
+        raise InputError(
+            f"--system_prompt {given!r} is no protocol's name ({known}), and a message has more "
+            "words"
+        )
     return given
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as it stands in the file, or as the prompt made of it, its label, its place in the file, from 0."""
+    """A question as it stands in the file, or as the prompt made of it, its label, its place in the
+    file, from 0."""
 
     index: int
     prompt: Any
@@ -92,13 +97,24 @@ class PromptStyle:
         try:
             used = (self.template or "{}").format("\0question")
         except (IndexError, KeyError, ValueError) as error:
-            return (f"--input_template {self.template!r} is no format string with one {{}} for the question "
-                f"({type(error).__name__}: {error}); write other braces twice")  # fmt: skip
-        return None if "\0question" in used else f"--input_template {self.template!r} has no {{}} for the question"
+            return (
+                f"--input_template {self.template!r} is no format string with one {{}} for the "
+                f"question ({type(error).__name__}: {error}); write other braces twice"
+            )
+        return (
+            None
+            if "\0question" in used
+            else f"--input_template {self.template!r} has no {{}} for the question"
+        )
 
     def prompt(self, question: Any, tokenizer: PreTrainedTokenizerBase | None) -> str:
-        """The prompt of one question, ready for the tokenizer; chats given as lists of messages stay as they are."""
-        text = self.template.format(question) if self.template and isinstance(question, str) else question
+        """The prompt of one question, ready for the tokenizer; chats given as lists of messages
+        stay as they are."""
+        text = (
+            self.template.format(question)
+            if self.template and isinstance(question, str)
+            else question
+        )
         if not self.chat:
             return f"{self.system_prompt}\n\n{text}" if self.system_prompt else text
         assert tokenizer is not None
@@ -110,7 +126,8 @@ class PromptStyle:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward servers. ``answers``:
+    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward
+    servers. ``answers``:
     where a completion states its answer; what grades by equality, and votes, see that alone."""
 
     name: str
@@ -122,9 +139,12 @@ class Task:
 
 
 def load_problems(
-    path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None,
+    path: str | Path,
+    input_key: str = "question",
+    label_key: str = "answer",
+    limit: int | None = None,
     chat: bool = False,
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """The (first) problems of a user's file; with ``chat`` a question may be a list of messages.
 
     InputError names the first lines that are not JSON objects, lack a key or have no such question.
@@ -143,10 +163,14 @@ def load_problems(
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
-    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers."""
+    """The (first) problems of a benchmark's file as it was published; labels are the bare final
+    answers."""
     if name not in BENCHMARKS:
         hint = f"; did you mean {near}?" if (near := nearest(name, BENCHMARKS)) else "."
-        raise InputError(f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: --data")
+        raise InputError(
+            f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: "
+            "--data"
+        )
     try:
         return _load(path, records_of(str(path)), BENCHMARKS[name], limit)
     except InputError as error:
@@ -156,7 +180,9 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
 def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str]:
     _require_keys(row, ("question", "answer"))
     if (found := _HASHES.search(_text(row, "answer").strip())) is None:
-        raise NotThisFormat("the solution under 'answer' does not end in '#### ' and the final answer")
+        raise NotThisFormat(
+            "the solution under 'answer' does not end in '#### ' and the final answer"
+        )
     return _text(row, "question"), found.group(1).replace(",", "")
 
 
@@ -177,7 +203,9 @@ def _aime(row: Mapping[str, Any]) -> tuple[str, str]:
     question = _question(row)
     text = _DEGREES.sub("", str(row["answer"]).strip())
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > 999:
-        raise NotThisFormat(f"the answer must be a whole number from 0 to 999, got {row['answer']!r}")
+        raise NotThisFormat(
+            f"the answer must be a whole number from 0 to 999, got {row['answer']!r}"
+        )
     return question, str(int(text))
 
 
@@ -190,13 +218,20 @@ def _amc(row: Mapping[str, Any]) -> tuple[str, str]:
     except (TypeError, ValueError, OverflowError):
         whole = False
     if not whole:
-        raise NotThisFormat(f"the answer must be a whole number, such as 27.0, got {row['answer']!r}")
+        raise NotThisFormat(
+            f"the answer must be a whole number, such as 27.0, got {row['answer']!r}"
+        )
     return question, str(int(number))
 
 
 BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
-    "gsm8k": _gsm8k, "math": _math, "math500": _math500, "aime24": _aime, "aime25": _aime, "amc23": _amc,
-}  # fmt: skip
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "math500": _math500,
+    "aime24": _aime,
+    "aime25": _aime,
+    "amc23": _amc,
+}
 
 
 def _question(row: Mapping[str, Any]) -> str:
@@ -216,12 +251,17 @@ def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = 
         near = [found for key in missing if (found := nearest(key, row, cutoff=0.6))]
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near and options else ""
         raise NotThisFormat(
-            f"needs the keys {missing}, has {sorted(row)}" + hint + (f" ({options})" if options else "")
+            f"needs the keys {missing}, has {sorted(row)}"
+            + hint
+            + (f" ({options})" if options else "")
         )
 
 
 def _load(
-    path: str | Path, records: Records, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None
+    path: str | Path,
+    records: Records,
+    read: Callable[[dict[str, Any]], tuple[Any, Any]],
+    limit: int | None,
 ) -> list[Problem]:
     problems: list[Problem] = []
     faults: dict[str, str] = {}  # what is wrong, and in which record first
@@ -244,7 +284,8 @@ def _load(
     return problems
 
 
-# ---- graded problems: one line for the settings, then one for each problem, in order --------------------------------
+# ---- graded problems: one line for the settings, then one for each problem, in order
+# --------------------------------
 
 _SETTINGS = "settings"
 _LINE_FORMAT = 2
@@ -252,22 +293,31 @@ _LINE_FORMAT = 2
 _ANOTHER = "give another --out"
 _COMPLETION = map_with(
     {
-        "text": TEXT, "tokens": or_null(NUMBER), "truncated": or_null(FLAG), "reward": NUMBER, "score": NUMBER,
-        "graded": FLAG, "extra_logs": map_of(NUMBER),
+        "text": TEXT,
+        "tokens": or_null(NUMBER),
+        "truncated": or_null(FLAG),
+        "reward": NUMBER,
+        "score": NUMBER,
+        "graded": FLAG,
+        "extra_logs": map_of(NUMBER),
     },
     {"error": TEXT, "vote": or_null(INTEGER)},
-)  # fmt: skip
+)
 _COMPLETIONS = Kind(
-    f"a list of at least one, each {_COMPLETION.words}", lambda v: list_of(_COMPLETION).holds(v) and v != []
+    f"a list of at least one, each {_COMPLETION.words}",
+    lambda v: list_of(_COMPLETION).holds(v) and v != [],
 )
 _LINE = {"problem": INTEGER, "prompt": TEXT, "completions": _COMPLETIONS}
-_TEXT_OR_LINE = Kind("a text", lambda v: TEXT.holds(v) or (MAP.holds(v) and TEXT.holds(v.get("text"))))
+_TEXT_OR_LINE = Kind(
+    "a text", lambda v: TEXT.holds(v) or (MAP.holds(v) and TEXT.holds(v.get("text")))
+)
 _HASHED_BYTES = 1 << 20
 _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
 
 class Store(Writer):
-    """The results of one problem file: those of an earlier, killed command, and those appended now; a context manager.
+    """The results of one problem file: those of an earlier, killed command, and those appended now;
+    a context manager.
 
     No other process works in the file's folder; without a path results are kept in memory only.
     """
@@ -286,22 +336,26 @@ class Store(Writer):
 
 
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The graded problems that a file holds; a line that a kill cut off is left out. Changes nothing.
+    """The graded problems that a file holds; a line that a kill cut off is left out. Changes
+    nothing.
 
     Raises:
-        InputError: the file holds results of other settings (which, it says), or something else than results.
+        InputError: the file holds results of other settings (which, it says), or something else
+        than results.
     """
     text = path.read_bytes() if path.exists() else b""
     first, newline, _ = text.partition(b"\n")
     ours = json.dumps({_SETTINGS: dict(settings)})
-    if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
+    # nothing yet, or killed within the first write
+    if not newline and ours.encode().startswith(first):
         return []
     where = f"{path} does not hold results of an evaluation"
     before = check(decode(first, where), where, {_SETTINGS: MAP}, remedy=_ANOTHER)[_SETTINGS]
     pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
     if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
         raise InputError(
-            f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
+            f"{path} holds results of other settings ({'; '.join(different)}): give these "
+            "settings, or another --out"
         )
     results = [
         check(line, f"{path}, line {number}", _LINE, {}, _ANOTHER)
@@ -316,14 +370,16 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
 def task_settings(
     task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None
 ) -> dict[str, Any]:
-    """What the results of a task depend on, in plain data: of saved completions the file, else the model, a reference
-    and every option that changes what is sampled, the engine's included."""
+    """What the results of a task depend on, in plain data: of saved completions the file, else the
+    model, a reference and every option that changes what is sampled, the engine's included."""
     settings = {
         "line_format": _LINE_FORMAT,
         "benchmark": task.name,
         "data": sha256_of(task.path),
         "problems": len(task.problems),
-        "questions_and_labels": digest_of([[problem.prompt, problem.label] for problem in task.problems]),
+        "questions_and_labels": digest_of(
+            [[problem.prompt, problem.label] for problem in task.problems]
+        ),
         "reward": sha256_of(task.reward) if Path(task.reward).is_file() else redact(task.reward),
         **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
         **({} if task.answers == "any" else {"answers": task.answers}),
@@ -339,12 +395,15 @@ def digest_of(content: Any) -> str:
 
 
 def _model_digest(folder: str | Path) -> str:
-    """What tells two checkpoints apart: names, sizes, first and last MiB of the files of weights, tokenizer, settings.
+    """What tells two checkpoints apart: names, sizes, first and last MiB of the files of weights,
+    tokenizer, settings.
 
     A training step changes every tensor, so that whole files need not be read.
     """
     digest = hashlib.sha256()
-    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in _HASHED_FILES and p.is_file()):
+    for path in sorted(
+        p for p in Path(folder).iterdir() if p.suffix in _HASHED_FILES and p.is_file()
+    ):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -355,8 +414,9 @@ def _model_digest(folder: str | Path) -> str:
 
 
 def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
-    """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order; those of later problems
-    are left out. A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
+    """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order;
+    those of later problems are left out. A line of settings, and completions that are objects with
+    ``text``, are what :class:`Store` writes.
     """
     found: dict[int, list[str]] = {}
     remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'
@@ -365,8 +425,13 @@ def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list
         row = check(decode(line, where), where, {})
         if _SETTINGS in row:
             continue
-        check(row, where, {"problem": INTEGER, "completions": list_of(_TEXT_OR_LINE)}, remedy=remedy)
-        place, texts = row["problem"], [each if isinstance(each, str) else each["text"] for each in row["completions"]]
+        check(
+            row, where, {"problem": INTEGER, "completions": list_of(_TEXT_OR_LINE)}, remedy=remedy
+        )
+        place, texts = (
+            row["problem"],
+            [each if isinstance(each, str) else each["text"] for each in row["completions"]],
+        )
         if not texts:
             raise InputError(f"{where}: problem {place} has no completions; {remedy}")
         if place in found:
@@ -375,12 +440,19 @@ def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list
         question = problems[place].prompt if 0 <= place < len(problems) else None
         prompt = row.get("prompt")
         if isinstance(question, str) and isinstance(prompt, str) and question.strip() not in prompt:
-            raise InputError(f"{where}: these are completions of {prompt!r:.80}, problem {place} is {question!r:.80}")
+            raise InputError(
+                f"{where}: these are completions of {prompt!r:.80}, problem {place} is "
+                f"{question!r:.80}"
+            )
     if missing := [place for place in range(len(problems)) if place not in found]:
         raise InputError(
-            f"{path} lacks {len(missing)} of {len(problems)} problems, the first is {missing[0]} (counted from 0)"
+            f"{path} lacks {len(missing)} of {len(problems)} problems, the first is {missing[0]} "
+            "(counted from 0)"
         )
     counts = sorted({len(found[place]) for place in range(len(problems))})
     if len(counts) > 1:
-        raise InputError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
+        raise InputError(
+            f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give "
+            "equally many"
+        )
     return [found[place] for place in range(len(problems))]

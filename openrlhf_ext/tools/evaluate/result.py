@@ -1,4 +1,5 @@
-"""What an evaluation measured, from the lines of its problems: statistics, and tables as papers print them."""
+"""What an evaluation measured, from the lines of its problems: statistics, and tables as papers
+print them."""
 
 from __future__ import annotations
 
@@ -18,23 +19,33 @@ _FEW_ENDED = 0.95
 def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> float:
     """Standard error of the mean over all samples when the samples of a prompt belong together.
 
-    Samples of one prompt succeed or fail together more often than samples of different prompts, so that the usual
-    formula over all samples is too small. For prompts c with samples i and grand mean m of n samples in C prompts:
-    ``sqrt(C / (C - 1) * sum_c (sum_i (s_ci - m))^2) / n`` (E. Miller, Adding Error Bars to Evals, 2024, section 2.2,
-    with the correction for few clusters). With equally many samples per prompt it is the standard error of the prompt
-    means. Raises ValueError: fewer than two prompts, or one without samples.
+    Samples of one prompt succeed or fail together more often than samples of different prompts, so
+    that the usual formula over all samples is too small. For prompts c with samples i and grand
+    mean m of n samples in C prompts:
+    ``sqrt(C / (C - 1) * sum_c (sum_i (s_ci - m))^2) / n`` (E. Miller, Adding Error Bars to Evals,
+    2024, section 2.2, with the correction for few clusters). With equally many samples per prompt
+    it is the standard error of the prompt means. Raises ValueError: fewer than two prompts, or one
+    without samples.
     """
     clusters = len(scores_by_prompt)
     if clusters < 2 or not all(scores_by_prompt):
-        raise ValueError(f"a standard error needs samples of at least two prompts, got {clusters}, each with samples")
+        raise ValueError(
+            f"a standard error needs samples of at least two prompts, got {clusters}, each with "
+            "samples"
+        )
     grand_mean = fmean(score for scores in scores_by_prompt for score in scores)
     samples = sum(map(len, scores_by_prompt))
-    squares = math.fsum(math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt)
+    squares = math.fsum(
+        math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt
+    )
     return math.sqrt(clusters / (clusters - 1) * squares) / samples
 
 
-def difference_in_errors(first: float, first_error: float, second: float, second_error: float) -> float:
-    """How many standard errors two independent means lie apart; infinite if they differ without any error."""
+def difference_in_errors(
+    first: float, first_error: float, second: float, second_error: float
+) -> float:
+    """How many standard errors two independent means lie apart; infinite if they differ without any
+    error."""
     error = math.hypot(first_error, second_error)
     if error == 0:
         return 0.0 if first == second else math.inf
@@ -42,19 +53,23 @@ def difference_in_errors(first: float, first_error: float, second: float, second
 
 
 def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
-    """95 % interval of the mean of each problem's share of successes, of which each is that of ``draws`` draws.
+    """95 % interval of the mean of each problem's share of successes, of which each is that of
+    ``draws`` draws.
 
-    Wilson's interval (1927) of the effective number of draws: all draws over the design effect, which is the variance
-    of the clustered mean over that of independent draws (Franco, Little, Louis and Slud, Comparative Study of
-    Confidence Intervals for Proportions in Complex Sample Surveys, 2019). The effect is held between 1 and ``draws``:
-    the effective number lies between that of the problems and that of all draws. Where all draws have the same outcome
-    the effect cannot be seen: then the number is that of the problems.
+    Wilson's interval (1927) of the effective number of draws: all draws over the design effect,
+    which is the variance of the clustered mean over that of independent draws (Franco, Little,
+    Louis and Slud, Comparative Study of Confidence Intervals for Proportions in Complex Sample
+    Surveys, 2019). The effect is held between 1 and ``draws``:
+    the effective number lies between that of the problems and that of all draws. Where all draws
+    have the same outcome the effect cannot be seen: then the number is that of the problems.
     """
     problems, center = len(shares), fmean(shares)
     spread = center * (1 - center)
     effect = float(draws)
     if problems > 1 and spread > 0:
-        squared_error = math.fsum((share - center) ** 2 for share in shares) / (problems - 1) / problems
+        squared_error = (
+            math.fsum((share - center) ** 2 for share in shares) / (problems - 1) / problems
+        )
         effect = min(max(squared_error * (problems * draws - 1) / spread, 1.0), effect)
     size, z = problems * draws / effect, _QUANTILE
     middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
@@ -62,7 +77,8 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     return min(center, middle - half), max(center, middle + half)
 
 
-# ---- the result of a task -------------------------------------------------------------------------------------------
+# ---- the result of a task
+# -------------------------------------------------------------------------------------------
 
 _SHOWN_SAMPLES = 3
 _SHOWN_CHARACTERS = 600
@@ -82,7 +98,8 @@ class EvaluationResult:
         standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/score_mean``.
         ended: share of completions that ended by themselves, before ``max_new_tokens``.
-        extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
+        extra_logs: mean of each number that the reward function logs, over the graded completions
+        that have it.
         majority_at_k: empty, and the ties with it, where no completion states an answer.
         ties_at_k: chance that several answers are the most frequent ones.
         reward_failures: completions that could not be graded; they count as wrong.
@@ -121,36 +138,54 @@ class EvaluationResult:
 
 
 def summarize(
-    problems: Sequence[Mapping[str, Any]], benchmark: str, dataset: str, model: str | None, ks: Sequence[int],
-    skipped_overlong: int, seconds: float,
-) -> EvaluationResult:  # fmt: skip
+    problems: Sequence[Mapping[str, Any]],
+    benchmark: str,
+    dataset: str,
+    model: str | None,
+    ks: Sequence[int],
+    skipped_overlong: int,
+    seconds: float,
+) -> EvaluationResult:
     """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
     flat = [completion for group in groups for completion in group]
     samples = len(groups[0])
     right = [[_is_right(completion) for completion in group] for group in groups]
     passes = passes_at_k(right, ks)
-    votes = [[(completion["vote"], _is_right(completion)) for completion in group] for group in groups]
+    votes = [
+        [(completion["vote"], _is_right(completion)) for completion in group] for group in groups
+    ]
     counted = majorities(votes, sorted({*ks, samples}))
     chances = {k: [chance for chance, _ in pairs] for k, pairs in counted.items()}
     lengths_known = all(completion["tokens"] is not None for completion in flat)
     ungraded = [completion for completion in flat if not completion["graded"]]
     return EvaluationResult(
-        benchmark=benchmark, model=model, dataset=dataset, accuracy=fmean(one for group in right for one in group),
+        benchmark=benchmark,
+        model=model,
+        dataset=dataset,
+        accuracy=fmean(one for group in right for one in group),
         accuracy_interval=wilson_interval([fmean(group) for group in right], samples),
-        standard_error=clustered_standard_error(right) if len(right) > 1 else None, prompts=len(groups),
-        samples_per_prompt=samples, score_mean=fmean(completion["score"] for completion in flat),
+        standard_error=clustered_standard_error(right) if len(right) > 1 else None,
+        prompts=len(groups),
+        samples_per_prompt=samples,
+        score_mean=fmean(completion["score"] for completion in flat),
         reward_mean=fmean(completion["reward"] for completion in flat),
-        response_length_mean=fmean(completion["tokens"] for completion in flat) if lengths_known else None,
+        response_length_mean=fmean(completion["tokens"] for completion in flat)
+        if lengths_known
+        else None,
         ended=fmean(not completion["truncated"] for completion in flat) if lengths_known else None,
         extra_logs=_log_means(flat),
-        pass_at_k={k: fmean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
+        pass_at_k={k: fmean(shares) for k, shares in passes.items()},
+        pass_at_k_intervals=_intervals(passes, samples),
         majority_at_k={k: fmean(shares) for k, shares in chances.items()},
         majority_at_k_intervals=_intervals(chances, samples),
-        ties_at_k={k: fmean(tie for _, tie in pairs) for k, pairs in counted.items()}, reward_failures=len(ungraded),
-        grading_error=next((c["error"] for c in ungraded if "error" in c), None), skipped_overlong=skipped_overlong,
-        sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]], seconds=seconds,
-    )  # fmt: skip
+        ties_at_k={k: fmean(tie for _, tie in pairs) for k, pairs in counted.items()},
+        reward_failures=len(ungraded),
+        grading_error=next((c["error"] for c in ungraded if "error" in c), None),
+        skipped_overlong=skipped_overlong,
+        sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]],
+        seconds=seconds,
+    )
 
 
 def _is_right(completion: Mapping[str, Any]) -> bool:
@@ -169,51 +204,80 @@ def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:
-    """Markdown, aligned for a terminal: with several tasks a row for each, as papers print them; then a table for each
-    task, of everything that was measured. Numbers of an earlier result stand beside those of the only task."""
+    """Markdown, aligned for a terminal: with several tasks a row for each, as papers print them;
+    then a table for each task, of everything that was measured. Numbers of an earlier result stand
+    beside those of the only task."""
     parts = [_overview(results)] if len(results) > 1 else []
     for result in results:
-        heading = f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} completions"
+        heading = (
+            f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} "
+            "completions"
+        )
         about = [f"model  {result.model}"] if result.model is not None else []
-        parts.append("\n".join([heading, *about, f"data   {result.dataset}", "", *_numbers(result, before)]))
+        parts.append(
+            "\n".join([heading, *about, f"data   {result.dataset}", "", *_numbers(result, before)])
+        )
     return "\n\n".join(parts)
 
 
 def _overview(results: Sequence[EvaluationResult]) -> str:
-    """Percentages; values of several k stand between slashes, in the order of the heading; "-": no votes."""
+    """Percentages; values of several k stand between slashes, in the order of the heading; "-": no
+    votes."""
     voted = next((r.majority_at_k for r in results if r.majority_at_k), {})
     passes, votes = ([k for k in found if k > 1] for found in (results[0].pass_at_k, voted))
-    headings = [f"{name}@{'/'.join(map(str, ks))}" for name, ks in (("pass", passes), ("maj", votes)) if ks]
+    headings = [
+        f"{name}@{'/'.join(map(str, ks))}" for name, ks in (("pass", passes), ("maj", votes)) if ks
+    ]
     rows = [["benchmark", "problems", f"accuracy (n = {results[0].samples_per_prompt})", *headings]]
     for r in results:
         of_k = [(r.pass_at_k, passes), (r.majority_at_k, votes)]
-        slashes = ["/".join(f"{100 * found[k]:.1f}" for k in ks) if found else "-" for found, ks in of_k if ks]
+        slashes = [
+            "/".join(f"{100 * found[k]:.1f}" for k in ks) if found else "-"
+            for found, ks in of_k
+            if ks
+        ]
         rows.append([r.benchmark, str(r.prompts), f"{100 * r.accuracy:.1f}", *slashes])
     return "\n".join(_aligned(rows))
 
 
 def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list[str]:
-    earlier = {name: _percent(value) for name, value in ({} if before is None else _shares(before)).items()}
+    earlier = {
+        name: _percent(value) for name, value in ({} if before is None else _shares(before)).items()
+    }
     if before is not None:
         earlier["mean score"] = f"{before['score_mean']:.3f}"
     intervals = {
         "accuracy": result.accuracy_interval,
         **{f"pass@{k}": interval for k, interval in result.pass_at_k_intervals.items()},
         **{f"maj@{k}": interval for k, interval in result.majority_at_k_intervals.items()},
-    }  # fmt: skip
-    ties = {f"maj@{k}": f" (ties: {_percent(share)})" for k, share in result.ties_at_k.items() if share}
-    shown = [(name, _percent(value) + ties.get(name, ""), intervals[name])
-             for name, value in _shares(asdict(result)).items()]  # fmt: skip
+    }
+    ties = {
+        f"maj@{k}": f" (ties: {_percent(share)})" for k, share in result.ties_at_k.items() if share
+    }
+    shown = [
+        (name, _percent(value) + ties.get(name, ""), intervals[name])
+        for name, value in _shares(asdict(result)).items()
+    ]
     rows = [["number", "value", "95 % interval", *(["before"] if before is not None else [])]]
-    for name, value, interval in [*shown, *((name, value, None) for name, value in _measured(result))]:
+    for name, value, interval in [
+        *shown,
+        *((name, value, None) for name, value in _measured(result)),
+    ]:
         low_high = "" if interval is None else f"{100 * interval[0]:.1f} to {_percent(interval[1])}"
-        rows.append([name, value, low_high, *([earlier.get(name, "")] if before is not None else [])])
+        rows.append(
+            [name, value, low_high, *([earlier.get(name, "")] if before is not None else [])]
+        )
     return _aligned(rows)
 
 
 def _shares(result: Mapping[str, Any]) -> dict[str, float]:
     of_k = {"pass": result.get("pass_at_k", {}), "maj": result.get("majority_at_k", {})}
-    named = {f"{name}@{k}": value for name, found in of_k.items() for k, value in found.items() if int(k) > 1}
+    named = {
+        f"{name}@{k}": value
+        for name, found in of_k.items()
+        for k, value in found.items()
+        if int(k) > 1
+    }
     return {"accuracy": result["accuracy"], **named}
 
 
@@ -225,21 +289,32 @@ def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
         ("ended", result.ended, 100, "{:.1f} %"),
         *((f"reward log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
     ]
-    return [(name, form.format(scale * value)) for name, value, scale, form in found if value is not None]
+    return [
+        (name, form.format(scale * value))
+        for name, value, scale, form in found
+        if value is not None
+    ]
 
 
 def notes(result: EvaluationResult) -> list[str]:
-    """What a reader of the numbers has to know: completions without a grade, prompts left out, scores between."""
+    """What a reader of the numbers has to know: completions without a grade, prompts left out,
+    scores between."""
     found = []
     if result.reward_failures:
-        found.append(f"{result.reward_failures} completions could not be graded and count as wrong; the first: "
-                     f"{result.grading_error}")  # fmt: skip
+        found.append(
+            f"{result.reward_failures} completions could not be graded and count as wrong; the "
+            f"first: {result.grading_error}"
+        )
     elif result.accuracy == 0 and result.score_mean > 0:
-        found.append("no score reaches 1, which is what counts as right: have the reward function return 'scores' of 0 "
-                     "and 1 beside its 'rewards'")  # fmt: skip
+        found.append(
+            "no score reaches 1, which is what counts as right: have the reward function return "
+            "'scores' of 0 and 1 beside its 'rewards'"
+        )
     if result.ended is not None and result.ended < _FEW_ENDED:
-        found.append(f"{100 * (1 - result.ended):.0f} % of the completions were cut at --max_new_tokens before they "
-                     "had ended: a larger one may change every number")  # fmt: skip
+        found.append(
+            f"{100 * (1 - result.ended):.0f} % of the completions were cut at --max_new_tokens "
+            "before they had ended: a larger one may change every number"
+        )
     if result.skipped_overlong:
         found.append(f"{result.skipped_overlong} prompts are too long for the model and left out")
     return [f"{result.benchmark}: {note}" for note in found]
@@ -254,8 +329,13 @@ def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) 
             lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
         grade = f"score {sample['score']:g}" if sample["graded"] else "not graded"
         lines.append(("completion", f"[{grade}] {sample['completion']}"))
-        texts = [shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ") for _, text in lines]
-        parts.append("\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True)))
+        texts = [
+            shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ")
+            for _, text in lines
+        ]
+        parts.append(
+            "\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True))
+        )
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,5 @@
-"""Sampling completions for checkpoints outside a run, with plain transformers or with a vLLM engine given to it."""
+"""Sampling completions for checkpoints outside a run, with plain transformers or with a vLLM engine
+given to it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rollout.response import derived_seed
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 _SMALL_MODEL_PARAMETERS = 20_000_000
 
-# Shape suffixes: B = sequences in a batch, S = longest of them, P = longest prompt, T = prompt and completion.
+# Shape suffixes: B = sequences in a batch, S = longest of them, P = longest prompt, T = prompt and
+# completion.
 
 
 @dataclass(frozen=True)
@@ -46,20 +53,26 @@ class Completion:
 
 class Sampler(Protocol):
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
-        """Completions of some prompts, in the given order: a function of the arguments and of nothing sampled before.
+        """Completions of some prompts, in the given order: a function of the arguments and of
+        nothing sampled before.
 
         Seeds are derived from ``places``, where the problems stand in the file.
         """
 
 
 class TransformersSampler:
-    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place."""
+    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's
+    place."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate
+    ) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
-        options = self._options.model_copy(update={"seed": derived_seed(self._options.seed, places[0])})
+        options = self._options.model_copy(
+            update={"seed": derived_seed(self._options.seed, places[0])}
+        )
         return sample_completions(self._model, self._tokenizer, prompts, options)
 
 
@@ -67,19 +80,28 @@ class CompletionEngine(Protocol):
     """What an engine offers; ``rollout.in_process.OfflineEngine`` does."""
 
     async def complete(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
         stop_token_ids: list[int],
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Sampled tokens for each prompt's tokens, end of sequence included."""
 
 
 class EngineSampler:
-    """Samples with an engine; every completion has a seed of its own, derived from (seed, problem, sample).
+    """Samples with an engine; every completion has a seed of its own, derived from (seed, problem,
+    sample).
 
     The checkpoint's ``generation_config.json`` names more tokens that end a completion.
     """
 
-    def __init__(self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate) -> None:
+    def __init__(
+        self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate
+    ) -> None:
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
         self._eos = _eos_ids(saved_generation_config(Path(options.model or "")), tokenizer)
 
@@ -88,25 +110,39 @@ class EngineSampler:
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
         sampled = await self._engine.complete(
             [ids for ids in prompt_ids for _ in range(samples)],
-            [derived_seed(options.seed, place, sample) for place in places for sample in range(samples)],
-            temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_new_tokens,
+            [
+                derived_seed(options.seed, place, sample)
+                for place in places
+                for sample in range(samples)
+            ],
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_tokens=options.max_new_tokens,
             stop_token_ids=self._eos,
-        )  # fmt: skip
+        )
         found = iter(sampled)
         return [
-            [_completion(self._tokenizer, ids, new_ids, self._eos) for new_ids in islice(found, samples)]
+            [
+                _completion(self._tokenizer, ids, new_ids, self._eos)
+                for new_ids in islice(found, samples)
+            ]
             for ids in prompt_ids
         ]
 
 
 def sample_completions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], options: Evaluate
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    options: Evaluate,
 ) -> list[list[Completion]]:
-    """Completions of each prompt, in the given order; no special tokens are added. The model is moved to the device.
+    """Completions of each prompt, in the given order; no special tokens are added. The model is
+    moved to the device.
 
-    The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the distribution is exactly that of
-    the options, as in a rollout. The same seed, batch size and device give the same completions; the global random
-    state is left as it was. Raises ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
+    The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the
+    distribution is exactly that of the options, as in a rollout. The same seed, batch size and
+    device give the same completions; the global random state is left as it was. Raises ValueError:
+    a prompt is empty or leaves no room for ``max_new_tokens``.
     """
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
     _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, options.max_new_tokens))
@@ -115,16 +151,23 @@ def sample_completions(
     order = sorted(rows, key=lambda i: len(prompt_ids[i]))  # those of similar length share a batch
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, options.device)  # transformers' own wrapper of it has no type
-    with _evaluating(model, config), _seeded(options.seed, torch.device(options.device)), threads_for(model):
+    with (
+        _evaluating(model, config),
+        _seeded(options.seed, torch.device(options.device)),
+        threads_for(model),
+    ):
         for rows in _chunks(order, options.batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
-                completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id))
+                completions[i].append(
+                    _completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id)
+                )
     return completions
 
 
 def max_prompt_tokens(config: PreTrainedConfig, max_new_tokens: int) -> int | None:
-    """Longest prompt that leaves room for the completion; ``None`` where the model states no limit."""
+    """Longest prompt that leaves room for the completion; ``None`` where the model states no
+    limit."""
     # some classes call the entry otherwise, and answer to the usual name
     positions = getattr(config, "max_position_embeddings", None)
     window = window_of({**config.to_dict(), "max_position_embeddings": positions})
@@ -135,14 +178,16 @@ def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: i
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
         if not ids or (limit is not None and len(ids) > limit):
             raise ValueError(
-                f"a prompt must have between 1 and {limit} tokens (max_position_embeddings - max_new_tokens), this one "
-                f"has {len(ids)}: {prompt[:200]!r}"
+                f"a prompt must have between 1 and {limit} tokens (max_position_embeddings - "
+                f"max_new_tokens), this one has {len(ids)}: {prompt[:200]!r}"
             )
 
 
 def _eos_ids(saved: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not (found := end_tokens(saved, tokenizer)):
-        raise ValueError("neither the tokenizer nor the generation config names an end-of-sequence token")
+        raise ValueError(
+            "neither the tokenizer nor the generation config names an end-of-sequence token"
+        )
     return found
 
 
@@ -153,11 +198,18 @@ def _generation_config(
 
     eos = _eos_ids(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    sampling = {
+        "do_sample": True,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": 0,
+    }
     return GenerationConfig(
-        max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=pad,
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=pad,
         **(sampling if options.temperature > 0 else {"do_sample": False}),
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -182,7 +234,8 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def threads_for(model: PreTrainedModel) -> Iterator[None]:
-    """One CPU thread for a small model: its operations are shorter than a barrier of threads on a busy machine."""
+    """One CPU thread for a small model: its operations are shorter than a barrier of threads on a
+    busy machine."""
     before = torch.get_num_threads()
     if model.device.type == "cpu" and model.num_parameters() < _SMALL_MODEL_PARAMETERS:
         torch.set_num_threads(1)
@@ -193,22 +246,28 @@ def threads_for(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _chunks(order: list[int], size: int) -> Iterator[list[int]]:
-    """Longest prompts first, so that the largest batch fails for memory at once rather than at the end."""
+    """Longest prompts first, so that the largest batch fails for memory at once rather than at the
+    end."""
     descending = order[::-1]
     return (descending[start : start + size] for start in range(0, len(descending), size))
 
 
-def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+def _generate(
+    model: PreTrainedModel, prompt_ids: list[list[int]], config: GenerationConfig
+) -> list[list[int]]:
     """Token ids after each prompt, padding behind the end included."""
     ids_BP, mask_BP = left_padded(prompt_ids, config.pad_token_id)
     device = model.device
     generate: Any = model.generate  # transformers gives it two types
-    ids_BT: Tensor = generate(ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config)
+    ids_BT: Tensor = generate(
+        ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config
+    )
     return ids_BT[:, ids_BP.shape[1] :].tolist()
 
 
 def left_padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids with padding in front, (B, S) int64, and a mask of the same shape, 1 where there is none."""
+    """Token ids with padding in front, (B, S) int64, and a mask of the same shape, 1 where there is
+    none."""
     longest = max(map(len, sequences))
     ids_BS = torch.full((len(sequences), longest), pad, dtype=torch.long)
     mask_BS = torch.zeros_like(ids_BS)
@@ -219,13 +278,17 @@ def left_padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, T
 
 
 def _completion(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int], stops: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[int],
+    new_ids: list[int],
+    stops: Sequence[int],
 ) -> Completion:
     end = next((position + 1 for position, token in enumerate(new_ids) if token in stops), None)
     kept = new_ids[:end]
     return Completion(
         query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
-        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)), tokens=len(kept),
+        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)),
+        tokens=len(kept),
         truncated=end is None,
-    )  # fmt: skip
+    )

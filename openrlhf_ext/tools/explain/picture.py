@@ -1,4 +1,5 @@
-"""What `explain` shows, as plain numbers and texts; its lines, and the colors that the report's page draws them in."""
+"""What `explain` shows, as plain numbers and texts; its lines, and the colors that the report's
+page draws them in."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ class Quantity:
     """What one column shows.
 
     Attributes:
-        scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
-            be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers around 1, ``choice``
-            for 0 and 1.
-        values: one finite number for each token of each completion; None for one that an environment wrote.
+        scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and
+        whose sizes are to
+            be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers
+            around 1, ``choice`` for 0 and 1.
+        values: one finite number for each token of each completion; None for one that an
+        environment wrote.
     """
 
     name: str
@@ -57,7 +60,8 @@ class Explanation:
     quantities: tuple[Quantity, ...]
 
 
-# ---- colors ---------------------------------------------------------------------------------------------------------
+# ---- colors
+# --------------------------------------------------------------------------------------------------
 
 Color = tuple[float, float, float]
 """Red, green, blue, each 0 to 1."""
@@ -66,27 +70,35 @@ _WHITE = (1.0, 1.0, 1.0)
 _BLUE_RED = (0.07, 0.34, 0.66), (0.75, 0.10, 0.17)
 _ORANGE, _YELLOW = (0.80, 0.36, 0.02), (0.98, 0.78, 0.24)
 _COLORS: dict[str, tuple[Color, Color]] = {
-    "amount": (_ORANGE, _ORANGE), "signed": _BLUE_RED, "deviation": _BLUE_RED, "choice": (_YELLOW, _YELLOW),
+    "amount": (_ORANGE, _ORANGE),
+    "signed": _BLUE_RED,
+    "deviation": _BLUE_RED,
+    "choice": (_YELLOW, _YELLOW),
     "factor": ((0.04, 0.45, 0.26), (0.30, 0.30, 0.33)),
-}  # fmt: skip
+}
 """Of the largest number above the center of a scale, and of the one furthest below it."""
-_PALEST, _DEEPEST = 0.18, 0.9  # strength of a sign's smallest and largest value; 0 is white, 1 its full color
-_FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors that differ less, too
+# strength of a sign's smallest and largest value; 0 is white, 1 its full color
+_PALEST, _DEEPEST = 0.18, 0.9
+# values that differ by less than this fraction get colors that differ less, too
+_FULL_CONTRAST = 0.1
 _STEPS = 12  # of a ramp in the legend
 
 
 class Palette:
     """The colors of one quantity, fitted to the range of its values.
 
-    On the scales ``signed`` and ``factor``, numbers on either side have a ramp each, from the smallest to the largest
-    magnitude there: shaping that moves rewards from 1.05 to 1.15 would be invisible on a ramp from 0.
+    On the scales ``signed`` and ``factor``, numbers on either side have a ramp each, from the
+    smallest to the largest magnitude there: shaping that moves rewards from 1.05 to 1.15 would be
+    invisible on a ramp from 0.
     """
 
     def __init__(self, quantity: Quantity) -> None:
         self.scale = quantity.scale
         self.center = 1.0 if quantity.scale == "factor" else 0.0
         offsets = [value - self.center for value in quantity.numbers]
-        self.up, self.down = (_span([sign * offset for offset in offsets if sign * offset > 0]) for sign in (1, -1))
+        self.up, self.down = (
+            _span([sign * offset for offset in offsets if sign * offset > 0]) for sign in (1, -1)
+        )
         self.neutral, self.furthest = 0 in offsets, max(map(abs, offsets), default=0.0)
         # two, or as many as show two digits of the largest value, at most six
         largest = max(map(abs, quantity.numbers), default=0.0)
@@ -119,7 +131,11 @@ class Palette:
             return "yes" if value else "no"
         if self.scale == "factor":
             return f"{value:.3g}"
-        return "0" if value == 0 else f"{value:{'' if self.scale == 'amount' else '+'}.{self.decimals}f}"
+        return (
+            "0"
+            if value == 0
+            else f"{value:{'' if self.scale == 'amount' else '+'}.{self.decimals}f}"
+        )
 
     def legend(self) -> Iterator[tuple[str, list[Color]]]:
         """What a ramp of colors stands for, and its colors."""
@@ -131,7 +147,11 @@ class Palette:
         for low, high in ((self.center + low, self.center + high) for low, high in ends):
             first, last = self.text(low), self.text(high)
             steps = [low + (high - low) * step / (_STEPS - 1) for step in range(_STEPS)]
-            yield (first, [self.color(low)]) if first == last else (f"{first} to {last}", list(map(self.color, steps)))
+            yield (
+                (first, [self.color(low)])
+                if first == last
+                else (f"{first} to {last}", list(map(self.color, steps)))
+            )
 
 
 def _span(sizes: Sequence[float]) -> tuple[float, float] | None:
@@ -144,13 +164,15 @@ def ink_on(background: Color) -> Color:
     return (0.0, 0.0, 0.0) if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else _WHITE
 
 
-# ---- lines ----------------------------------------------------------------------------------------------------------
+# ---- lines
+# --------------------------------------------------------------------------------------------------
 
 _LONGEST_TOKEN, _LONGEST_PROMPT = 12, 600  # characters shown
 
 
 def visible(token: str) -> str:
-    """A token as shown: spaces and line ends have a sign, control characters are escaped, a long token is cut."""
+    """A token as shown: spaces and line ends have a sign, control characters are escaped, a long
+    token is cut."""
     text = _on_one_line(token).replace(" ", "·") or "∅"
     return text if len(text) <= _LONGEST_TOKEN else text[: _LONGEST_TOKEN - 1] + "…"
 
@@ -161,9 +183,16 @@ def _on_one_line(text: str) -> str:
 
 
 def render(explanation: Explanation) -> str:
-    """As text: a table for each completion, with a row for each token and a column of numbers for each quantity."""
+    """As text: a table for each completion, with a row for each token and a column of numbers for
+    each quantity."""
     quantities = explanation.quantities
-    lines = [explanation.title, *explanation.notes, "", f"prompt  {shortened(explanation.prompt, _LONGEST_PROMPT)}", ""]
+    lines = [
+        explanation.title,
+        *explanation.notes,
+        "",
+        f"prompt  {shortened(explanation.prompt, _LONGEST_PROMPT)}",
+        "",
+    ]
     lines += [f"{quantity.name}: {quantity.meaning}" for quantity in quantities]
     palettes = [Palette(quantity) for quantity in quantities]
     for row, completion in enumerate(explanation.completions):

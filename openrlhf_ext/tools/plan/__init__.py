@@ -1,1 +1,2 @@
-"""What fits, and proofs before a run; imports nothing heavy: the processes of a check apply their patches first."""
+"""What fits, and proofs before a run; imports nothing heavy: the processes of a check apply their
+patches first."""

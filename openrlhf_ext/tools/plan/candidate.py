@@ -1,4 +1,5 @@
-"""What a layout of a run holds and takes on one kind of GPU: memory of the fullest GPUs, seconds of a step, what binds.
+"""What a layout of a run holds and takes on one kind of GPU: memory of the fullest GPUs, seconds of
+a step, what binds.
 
 A layout is a set of options on top of the run's configuration.
 """
@@ -35,11 +36,14 @@ from openrlhf_ext.tools.plan.memory import (
 )
 from openrlhf_ext.tools.plan.seconds import GPUS, KV_CACHE, Assumptions, Clock, Engines, Seconds
 
-ACTOR, CRITIC, REWARDS, GUIDE = (f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide"))
+ACTOR, CRITIC, REWARDS, GUIDE = (
+    f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide")
+)
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
 TIGHT = 0.9
-"""A layout that takes a larger share of a GPU comes after all others that fit: parts of the sum are estimates."""
+"""A layout that takes a larger share of a GPU comes after all others that fit: parts of the sum are
+estimates."""
 SHARE = "vllm.gpu_memory_utilization"
 _SAME_CARD = 0.85  # of two names, with one slip; A100-24 is no A100-40
 
@@ -55,11 +59,13 @@ class Candidate:
     """A layout with what it holds and takes.
 
     Attributes:
-        moments: the fullest GPU while engines sample and while the policy is trained, and while a critic is; other
+        moments: the fullest GPU while engines sample and while the policy is trained, and while a
+        critic is; other
             GPUs each time unless all are colocated.
         host: bytes of a node's memory, by part.
         share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
-        concurrency: requests that an engine works on at a time; 0 if its cache does not hold the longest sequence.
+        concurrency: requests that an engine works on at a time; 0 if its cache does not hold the
+        longest sequence.
         memory: bytes of a GPU.
         short: bytes that a GPU or an engine's share lacks; 0 where the layout fits.
         seconds: of a step; None where the layout does not fit.
@@ -82,7 +88,8 @@ class Candidate:
 
     @property
     def decisive(self) -> tuple[Moment, ...]:
-        """An engine that is alone on its GPU takes the share that it is given, whatever it or the policy needs."""
+        """An engine that is alone on its GPU takes the share that it is given, whatever it or the
+        policy needs."""
         return self.moments if self.policy.config.engines_share_gpus else self.moments[1:]
 
     @property
@@ -95,7 +102,8 @@ class Candidate:
         return all(moment.standing.total <= self.memory for moment in self.decisive)
 
     def tight(self, moment: Moment | None = None) -> bool:
-        """Whether a moment, or the fullest, leaves so little that the estimates in the sum decide."""
+        """Whether a moment, or the fullest, leaves so little that the estimates in the sum
+        decide."""
         return (moment or self.fullest).total > TIGHT * self.memory
 
     @property
@@ -107,25 +115,36 @@ class Candidate:
         longest = max(phases, key=lambda name: phases[name])
         named = f"{longest} (grading, waking up)" if longest == "other" else longest
         tight = "; that is tight, and parts of the sum are estimates" if self.tight() else ""
-        return (f"{named} takes most of a step ({phases[longest] / self.seconds.step:.0%}); memory is fullest while "
-            f"{fullest.doing}, {fullest.total / self.memory:.0%} of a GPU, and {fullest.largest} is the largest part "
-            f"of that{tight}")  # fmt: skip
+        return (
+            f"{named} takes most of a step ({phases[longest] / self.seconds.step:.0%}); memory "
+            f"is fullest while {fullest.doing}, {fullest.total / self.memory:.0%} of a GPU, and "
+            f"{fullest.largest} is the largest part of that{tight}"
+        )
 
     @property
     def lacking(self) -> str:
         """What does not fit: an engine into its share, or a GPU's parts into its memory."""
         moment, short = self.fullest, f"{self.short / GIB:.1f} GiB"
         if moment.total - self.memory < self.short:
-            return (f"an engine lacks {short} of its share of a GPU ({SHARE} {self.share:g}) "
-                "for its weights, activations and one of the longest sequences in its KV cache")  # fmt: skip
+            return (
+                f"an engine lacks {short} of its share of a GPU ({SHARE} {self.share:g}) "
+                "for its weights, activations and one of the longest sequences in its KV cache"
+            )
         if moment.doing == "sampling" and moment.largest == KV_CACHE:
-            return f"the engines' share of a GPU ({SHARE} {self.share:g}) leaves {short} too little for the rest"
-        return f"memory while {moment.doing}: {short} are missing, and {moment.largest} is the largest part"
+            return (
+                f"the engines' share of a GPU ({SHARE} {self.share:g}) leaves {short} too little "
+                "for the rest"
+            )
+        return (
+            f"memory while {moment.doing}: {short} are missing, and {moment.largest} is the "
+            "largest part"
+        )
 
 
 def order(candidate: Candidate) -> tuple[float, ...]:
-    """Steps that differ by less than the model of seconds knows are as good as equal: then the layout whose copies take
-    the fewest ranks is ahead, and of those the one whose training takes least memory. What does not fit comes last."""
+    """Steps that differ by less than the model of seconds knows are as good as equal: then the
+    layout whose copies take the fewest ranks is ahead, and of those the one whose training takes
+    least memory. What does not fit comes last."""
     if candidate.seconds is None:  # the nearest to fitting first
         return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
@@ -135,8 +154,8 @@ def order(candidate: Candidate) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Models:
-    """Those of a layout, which are the same beside all engines; ``frozen``: bytes of the models that only score, by
-    name, where they have ranks of their own."""
+    """Those of a layout, which are the same beside all engines; ``frozen``: bytes of the models
+    that only score, by name, where they have ranks of their own."""
 
     clock: Clock
     policy: TrainedModel
@@ -148,7 +167,8 @@ class Models:
         """Of log-probs, training, and states on their way to host memory and back."""
         clock, config = self.clock, self.policy.config
         trained = [self.policy, *([self.critic] if self.critic else [])]
-        together: Any = sum if config.train.colocate_all else max  # a critic takes turns: driver/loop.py, ``train``
+        # a critic takes turns: driver/loop.py, ``train``
+        together: Any = sum if config.train.colocate_all else max
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = sum(map(clock.moves, trained)) if sleeps else 0.0
         return together(map(clock.logprobs, trained)), together(map(clock.train, trained)), moves
@@ -158,8 +178,9 @@ class Models:
 class Costs:
     """What layouts of one run hold and take on one kind of GPU.
 
-    Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len`` beside it, at most
-    512; ``device_memory``: bytes of the GPU that is there, or ``megatron.gpu_memory_gib``, or those of the data sheet.
+    Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len``
+    beside it, at most 512; ``device_memory``: bytes of the GPU that is there, or
+    ``megatron.gpu_memory_gib``, or those of the data sheet.
     """
 
     config: RunConfig
@@ -171,25 +192,31 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
-            other = "of another card give the nearest one, and its memory as megatron.gpu_memory_gib"
+            other = (
+                "of another card give the nearest one, and its memory as megatron.gpu_memory_gib"
+            )
             hint = did_you_mean(self.gpu_name, GPUS, other, cutoff=_SAME_CARD)
             raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}")
 
-    # ---- the run ------------------------------------------------------------------------------------------------
+    # ---- the run
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> ModelShape:
         return self.shape_of(ACTOR)
 
     def shape_of(self, option: str) -> ModelShape:
-        """Of a model of the run. Raises PlanError: it is a hub name, of which nothing is known here."""
+        """Of a model of the run. Raises PlanError: it is a hub name, of which nothing is known
+        here."""
         if option not in self._shapes:
             name = self.config.critic_model if option == CRITIC else value_of(self.config, option)
             if (folder := model_folder(name or "")) is None:
                 raise PlanError(f"{ACTOR}: {unknown_model(name or '')}")
             has_value = option in (CRITIC, REWARDS)
             value_head = self.config.ds.value_head_prefix
-            self._shapes[option] = read_value_shape(folder, value_head) if has_value else read_model_shape(folder)
+            self._shapes[option] = (
+                read_value_shape(folder, value_head) if has_value else read_model_shape(folder)
+            )
         return self._shapes[option]
 
     @cached_property
@@ -220,18 +247,27 @@ class Costs:
         response = self.response_tokens or max(1, int(0.6 * longest))
         batch = min(config.train.batch_size, config.samples_per_rollout)
         return Workload(
-            rollout.batch_size, rollout.n_samples_per_prompt, prompt, response, longest, batch,
-            config.train.max_epochs, scored_by=(old_logprobs(config)[0] == "policy") + config.has_reference,
+            rollout.batch_size,
+            rollout.n_samples_per_prompt,
+            prompt,
+            response,
+            longest,
+            batch,
+            config.train.max_epochs,
+            scored_by=(old_logprobs(config)[0] == "policy") + config.has_reference,
             frozen=config.ds.lora.enabled,
-        )  # fmt: skip
+        )
 
     @cached_property
     def clock(self) -> Clock:
         gpu, given = GPUS[self.gpu_name], int((self.config.megatron.gpu_memory_gib or 0) * GIB)
         gpu = dataclasses.replace(gpu, memory=self.device_memory or given or gpu.memory)
-        return Clock(gpu, self.shape, self.work, self.sent, self.assumed, self.config.ds.optimizer_on_host)
+        return Clock(
+            gpu, self.shape, self.work, self.sent, self.assumed, self.config.ds.optimizer_on_host
+        )
 
-    # ---- one layout ---------------------------------------------------------------------------------------------
+    # ---- one layout
+    # ---------------------------------------------------------------------------------------------
 
     def timed(self) -> Seconds:
         """Of the layout as configured, whether or not it fits: for runs of others, which did."""
@@ -243,24 +279,37 @@ class Costs:
             work = dataclasses.replace(self.work, scored_by=1)
             critic = TrainedModel(config, work, self.shape_of(CRITIC), is_critic=True)
         if config.reference_ranks:
-            frozen["reference"] = frozen_weights(config, self.shape, config.layout_on(config.reference_ranks))
+            frozen["reference"] = frozen_weights(
+                config, self.shape, config.layout_on(config.reference_ranks)
+            )
         if config.has_reward_model and not (config.reward.offload and config.train.colocate_all):
             frozen[REWARD] = frozen_weights(config, self.shape_of(REWARDS), config.reward_layout)
         if config.guide_ranks:
-            frozen["guide"] = frozen_weights(config, self.shape_of(GUIDE), config.layout_on(config.guide_ranks))
+            frozen["guide"] = frozen_weights(
+                config, self.shape_of(GUIDE), config.layout_on(config.guide_ranks)
+            )
         return Models(self.clock, TrainedModel(config, self.work, self.shape), critic, frozen)
 
     def candidate(self, options: Options, config: RunConfig, models: Models) -> Candidate:
         engines, memory = self.clock.engines(config), self.clock.gpu.memory
         critic = models.critic.parts if models.critic else None
-        found = moments(config, self.sent, engines.parts, models.policy.parts, critic, models.frozen)
+        found = moments(
+            config, self.sent, engines.parts, models.policy.parts, critic, models.frozen
+        )
         short = max(0, engines.lacking, *(moment.total - memory for moment in found))
         on_its_gpus = models.critic if config.train.colocate_all else None
         return Candidate(
-            options, models.policy, engines, found, host_memory(config, models.policy, engines.pool, on_its_gpus),
-            config.gpu_memory_utilization, self.clock.concurrency(engines), memory, short,
+            options,
+            models.policy,
+            engines,
+            found,
+            host_memory(config, models.policy, engines.pool, on_its_gpus),
+            config.gpu_memory_utilization,
+            self.clock.concurrency(engines),
+            memory,
+            short,
             None if short else self._seconds(models, engines),
-        )  # fmt: skip
+        )
 
     def _seconds(self, models: Models, engines: Engines) -> Seconds:
         rollout, (logprobs, train, moves) = self.clock.rollout(engines), models.seconds

@@ -1,7 +1,8 @@
-"""Loads a Hugging Face checkpoint into the Megatron policy, exports it again, and compares with the files.
+"""Loads a Hugging Face checkpoint into the Megatron policy, exports it again, and compares with the
+files.
 
-Two proofs on the real weights in a real layout: what comes out is bit for bit what went in, and the model in between
-computes what transformers computes (log-probs of random token sequences).
+Two proofs on the real weights in a real layout: what comes out is bit for bit what went in, and the
+model in between computes what transformers computes (log-probs of random token sequences).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.stores import open_store
 
 LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
-"""Nats, mean over the tokens. One token's rounding grows with the model: of SmolLM2-135M in bf16 the mean is 0.02, the
-largest of 159 random tokens 0.06 to 0.38, and two exchanged layers make a mean of 0.57."""
+"""Nats, mean over the tokens. One token's rounding grows with the model: of SmolLM2-135M in bf16
+the mean is 0.02, the largest of 159 random tokens 0.06 to 0.38, and two exchanged layers make a
+mean of 0.57."""
 _SEED = 20260101
 
 
@@ -38,7 +40,8 @@ _SEED = 20260101
 class CheckSettings:
     """What is checked, and how; plain values, so that they travel to the ranks.
 
-    Random sequences of at most ``tokens`` pass with a mean log-prob difference of ``tolerance`` nats; ``timeout_s``:
+    Random sequences of at most ``tokens`` pass with a mean log-prob difference of ``tolerance``
+    nats; ``timeout_s``:
     longest wait in one collective call, and for all ranks together.
     """
 
@@ -53,7 +56,8 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """``different``: exported tensors that are not bit for bit those of the files (cast to the dtype); ``missing``:
+    """``different``: exported tensors that are not bit for bit those of the files (cast to the
+    dtype); ``missing``:
     those of the files that were not exported, apart from those that no model reads."""
 
     tensors: int
@@ -72,13 +76,15 @@ class CheckReport:
 def check_conversion(settings: CheckSettings) -> CheckReport:
     """Runs the check on as many processes of this machine as the layout has ranks.
 
-    Raises torch.multiprocessing's ProcessRaisedException or ProcessExitedException, or TimeoutError.
+    Raises torch.multiprocessing's ProcessRaisedException or ProcessExitedException, or
+    TimeoutError.
     """
     import torch.multiprocessing as multiprocessing
 
     # this process serves the rendezvous, so that nobody else can take the port before the ranks do
     store = open_store("127.0.0.1")
-    with tempfile.TemporaryDirectory() as folder:  # not a queue: rank 0 would wait for somebody to read a long report
+    # not a queue: rank 0 would wait for somebody to read a long report
+    with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         ranks = multiprocessing.spawn(
             _run_rank, (settings, store.port, report), nprocs=settings.layout.world_size, join=False
@@ -87,7 +93,9 @@ def check_conversion(settings: CheckSettings) -> CheckReport:
         try:
             while not ranks.join(timeout=1.0):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"checking {settings.path} was not finished after {settings.timeout_s:g} s")
+                    raise TimeoutError(
+                        f"checking {settings.path} was not finished after {settings.timeout_s:g} s"
+                    )
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -105,12 +113,18 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
 
     size = settings.layout.world_size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     started = time.perf_counter()
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
     megatron = Megatron(param_dtype=settings.dtype)
-    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, megatron, max_len=settings.tokens))
+    policy = MegatronPolicy(
+        ModelSettings(settings.path, settings.layout, megatron, max_len=settings.tokens)
+    )
     loaded = time.perf_counter()
     different, missing, counts = compare_export(
         policy.export_rows(), HFCheckpoint(settings.path), rank, output=policy.shape.family.output
@@ -122,18 +136,29 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     if rank == 0:
         theirs = transformers_logprobs(settings.path, sequences, policy.dtype, policy.device)
         gaps = (ours.double() - theirs.double()).abs()
-        seconds = {"load": loaded - started, "export": exported - loaded, "log-probs": scored - exported}
+        seconds = {
+            "load": loaded - started,
+            "export": exported - loaded,
+            "log-probs": scored - exported,
+        }
         seconds["transformers"] = time.perf_counter() - scored
-        found = CheckReport(*counts, different, missing, float(gaps.max()), float(gaps.mean()), seconds)
+        found = CheckReport(
+            *counts, different, missing, float(gaps.max()), float(gaps.mean()), seconds
+        )
         report.write_bytes(pickle.dumps(found))
     torch.distributed.barrier()  # no rank may leave while rank 0 still compares
     torch.distributed.destroy_process_group()
 
 
 def compare_export(
-    exported: Iterable[HFRows], checkpoint: HFCheckpoint, rank: int = 0, *, output: str = "lm_head.weight"
+    exported: Iterable[HFRows],
+    checkpoint: HFCheckpoint,
+    rank: int = 0,
+    *,
+    output: str = "lm_head.weight",
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int]]:
-    """Names that differ, names that did not come, and (tensors, parameters) that came; nothing but waits off rank 0.
+    """Names that differ, names that did not come, and (tensors, parameters) that came; nothing but
+    waits off rank 0.
 
     Bits are compared, not values: NaNs and the two zeros count.
     """
@@ -145,7 +170,11 @@ def compare_export(
         parameters += part.values.numel()
         if part.name not in checkpoint.names or not _same_rows(part, checkpoint):
             different.add(part.name)
-    different |= {name for name in rows.keys() & checkpoint.names if rows[name] != checkpoint.header(name)[0][0]}
+    different |= {
+        name
+        for name in rows.keys() & checkpoint.names
+        if rows[name] != checkpoint.header(name)[0][0]
+    }
     unread = {name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")}
     if output not in rows:  # tied: the files may carry a copy of the embedding
         unread.add(output)
@@ -154,10 +183,11 @@ def compare_export(
 
 
 def nearest_family(path: str | Path) -> str:
-    """Which family a checkpoint of an unknown model type resembles most, by the names of its tensors, and what is
-    different in them and in its ``config.json``."""
+    """Which family a checkpoint of an unknown model type resembles most, by the names of its
+    tensors, and what is different in them and in its ``config.json``."""
     held = {re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in HFCheckpoint(path).names}
-    families = sorted(map(family_of, model_types()), key=lambda family: bool(family.factors))  # plain ones first
+    # plain ones first
+    families = sorted(map(family_of, model_types()), key=lambda family: bool(family.factors))
     family = min(families, key=lambda family: len(held ^ _names(family)))
     names = _names(family)
     more, fewer = sorted(held - names - {family.output}), sorted(names - held)
@@ -175,7 +205,11 @@ def nearest_family(path: str | Path) -> str:
 def _names(family: Family) -> set[str]:
     """Of a checkpoint's tensors, N in the place of every number."""
     rules = [family.embedding_rule, family.final_norm_rule, *family.layer_rules]
-    return {name.replace("{layer}", "N").replace("{expert}", "N") for rule in rules for name in rule.hf_names}
+    return {
+        name.replace("{layer}", "N").replace("{expert}", "N")
+        for rule in rules
+        for name in rule.hf_names
+    }
 
 
 def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:
@@ -194,7 +228,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def random_sequences(vocab_size: int, count: int, longest: int) -> list[Tensor]:
-    """(S,) int64 token rows of ``count`` different lengths between 2 and ``longest``; the same in every process."""
+    """(S,) int64 token rows of ``count`` different lengths between 2 and ``longest``; the same in
+    every process."""
     generator = torch.Generator().manual_seed(_SEED)
     lengths = torch.linspace(longest, max(2, longest // 2), count).round().long().tolist()
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
@@ -204,7 +239,9 @@ def _policy_logprobs(policy: Any, sequences: list[Tensor]) -> Tensor:
     """(N,) log-probs of every token after a sequence's first, sequence after sequence."""
     from openrlhf_ext.megatron.step.batch import sequence_batch
 
-    batch = sequence_batch([tokens.numpy() for tokens in sequences], [[(1, len(tokens))] for tokens in sequences])
+    batch = sequence_batch(
+        [tokens.numpy() for tokens in sequences], [[(1, len(tokens))] for tokens in sequences]
+    )
     return policy.logprobs(batch, temperature=1.0).logprobs_N
 
 

@@ -1,7 +1,8 @@
-"""Whether a run fits on its GPUs: the layout that ``megatron.layout auto`` comes to, and the verdict of a dry run.
+"""Whether a run fits on its GPUs: the layout that ``megatron.layout auto`` comes to, and the
+verdict of a dry run.
 
-Both are the planner's sums. States that are larger than a GPU are refused by name, in the report of a run's options;
-what activations and estimates add is told by a dry run.
+Both are the planner's sums. States that are larger than a GPU are refused by name, in the report of
+a run's options; what activations and estimates add is told by a dry run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.upstream import stands_in
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import is_set, nest
-from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpeed, Rollout, Train, WeightSync
+from openrlhf_ext.options.sections import (
+    Actor,
+    Advantage,
+    Algo,
+    Data,
+    DeepSpeed,
+    Rollout,
+    Train,
+    WeightSync,
+)
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
 from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
@@ -41,7 +51,8 @@ from openrlhf_ext.tools.plan.seconds import GPUS, card
 logger = logging.getLogger(__name__)
 
 _LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
-_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # control groups 2 and 1
+# control groups 2 and 1
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _ASSUMED = "H100"
 _ASK_S = 60.0
 _MOST_GPUS, _NODE = 1024, 8
@@ -50,13 +61,14 @@ _PARTS_SHOWN = 5
 Goal = Literal["fits", "stands"]
 
 
-# ---- the GPU --------------------------------------------------------------------------------------------------------
+# ---- the GPU
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Device:
-    """The GPUs of a run: ``said`` in words, ``kind`` by the planner's table, which gives their rates; ``is_known``: the
-    memory was asked for or given."""
+    """The GPUs of a run: ``said`` in words, ``kind`` by the planner's table, which gives their
+    rates; ``is_known``: the memory was asked for or given."""
 
     said: str
     memory: int
@@ -68,14 +80,16 @@ class Device:
         return "" if self.is_known else f"; {_MEMORY} says what the run's GPUs have"
 
 
-_ASSUMED_DEVICE = Device(f"an {_ASSUMED} (there is no GPU here)", GPUS[_ASSUMED].memory, is_known=False)
+_ASSUMED_DEVICE = Device(
+    f"an {_ASSUMED} (there is no GPU here)", GPUS[_ASSUMED].memory, is_known=False
+)
 
 
 def _device_of(config: RunConfig) -> Device | None:
     """What the run trains on; None: on CPU, where nothing has a size of its own.
 
-    Without a GPU here a run is on CPU unless it joins a cluster; a dry run is taken to be of one on GPUs, unless its
-    weights travel by gloo.
+    Without a GPU here a run is on CPU unless it joins a cluster; a dry run is taken to be of one on
+    GPUs, unless its weights travel by gloo.
     """
     here = _gpu_here()
     if config.megatron.gpu_memory_gib is not None:
@@ -83,15 +97,19 @@ def _device_of(config: RunConfig) -> Device | None:
         return Device(f"a GPU ({_MEMORY})", memory, _ASSUMED if here is None else here.kind)
     if here is not None:
         return here
-    elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")  # the driver joins that cluster
-    if config.vllm.sync_backend == "gloo" or not (config.dry_run or config.dry_run_json or elsewhere):
+    # the driver joins that cluster
+    elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")
+    if config.vllm.sync_backend == "gloo" or not (
+        config.dry_run or config.dry_run_json or elsewhere
+    ):
         return None
     return _ASSUMED_DEVICE
 
 
 @cache
 def _gpu_here() -> Device | None:
-    """Asked in a process of its own: CUDA, once it is started in this one, cannot be used in the driver, its fork."""
+    """Asked in a process of its own: CUDA, once it is started in this one, cannot be used in the
+    driver, its fork."""
     if not glob.glob("/dev/nvidia[0-9]*"):
         return None
     receiver, sender = (fork := multiprocessing.get_context("fork")).Pipe(duplex=False)
@@ -103,7 +121,9 @@ def _gpu_here() -> Device | None:
             raise EOFError(f"no answer within {_ASK_S:g} s")
         found = receiver.recv()
     except EOFError as error:
-        logger.warning("the GPU of this machine does not say what memory it has (%s): %s does", error, _MEMORY)
+        logger.warning(
+            "the GPU of this machine does not say what memory it has (%s): %s does", error, _MEMORY
+        )
         return None
     finally:
         child.kill()
@@ -133,15 +153,18 @@ def _planner(config: RunConfig, device: Device) -> Planner:
     return Planner(config, device.kind, device_memory=device.memory, own=True)
 
 
-# ---- a layout that is left to us ------------------------------------------------------------------------------------
+# ---- a layout that is left to us
+# ------------------------------------------------------------------------------------
 
 
 def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
-    """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
+    """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not
+    here yet.
 
-    The layout as it is written (1 everywhere) where that leaves a tenth of the GPU free; else the best by the planner's
-    order; else the one that lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that
-    it gives DeepSpeed do where a layout fits with them. Called before the rules are asked, so they may be broken.
+    The layout as it is written (1 everywhere) where that leaves a tenth of the GPU free; else the
+    best by the planner's order; else the one that lacks least, if its states fit. GPU counts,
+    engines and what the run sets stay; sizes that it gives DeepSpeed do where a layout fits with
+    them. Called before the rules are asked, so they may be broken.
     """
     if isinstance(config, SupervisedConfig):
         return choice(as_run(config))
@@ -161,7 +184,9 @@ def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
     # sizes that came from DeepSpeed's options cut sequences and heads, but no states
     freed = _unset(config, [name for name in SIZES if stands_in(config, name)])
     goals: tuple[Goal, ...] = ("fits", "stands")
-    tries = [(goal, one) for goal in goals for one in ([config] if freed is config else [config, freed])]
+    tries = [
+        (goal, one) for goal in goals for one in ([config] if freed is config else [config, freed])
+    ]
     found = (_search(_planner(one, device), goal) for goal, one in tries)
     return next((options for options in found if options is not None), None)
 
@@ -171,12 +196,17 @@ def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
     if not names:
         return config
     default, leaves = type(config.megatron)(), {name.removeprefix("megatron.") for name in names}
-    kept = {name: value for name, value in config.megatron if name in config.megatron.model_fields_set - leaves}
+    kept = {
+        name: value
+        for name, value in config.megatron
+        if name in config.megatron.model_fields_set - leaves
+    }
     return config.model_copy(update={"megatron": default.model_copy(update=kept)})
 
 
 def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
-    """What a layout that reaches the goal sets; nothing where the one as it is written does. None where none does.
+    """What a layout that reaches the goal sets; nothing where the one as it is written does. None
+    where none does.
 
     A critic has the policy's sizes if any layout does with them.
     """
@@ -188,44 +218,59 @@ def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     if (best := _best(planner, goal)) is not None or not config.has_critic:
         return best
     for sizes in planner.critic_layouts():
-        if (best := _best(dataclasses.replace(planner, config=with_options(config, sizes)), goal)) is not None:
+        if (
+            best := _best(dataclasses.replace(planner, config=with_options(config, sizes)), goal)
+        ) is not None:
             return {**sizes, **best}
     return None
 
 
 def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
-    """The share of an engine that is alone stays as it is: with a better one only its seconds are predicted."""
+    """The share of an engine that is alone stays as it is: with a better one only its seconds are
+    predicted."""
     config, shared = planner.config, planner.config.engines_share_gpus
     found = [*planner.layouts()]
     good = [candidate for candidate in found if getattr(candidate, goal)]
-    if not is_set(config, SHARE) and (not good if shared else any(candidate.short for candidate in good)):
-        good = [one for one in (planner.with_best_share(laid_out.options) for laid_out in found) if getattr(one, goal)]
+    if not is_set(config, SHARE) and (
+        not good if shared else any(candidate.short for candidate in good)
+    ):
+        good = [
+            one
+            for one in (planner.with_best_share(laid_out.options) for laid_out in found)
+            if getattr(one, goal)
+        ]
     if not good:
         return None
     best = min(good, key=order).options
     return {name: value for name, value in best.items() if shared or name != SHARE}
 
 
-# ---- what cannot fit ------------------------------------------------------------------------------------------------
+# ---- what cannot fit
+# ------------------------------------------------------------------------------------------------
 
 # what ``train_sft`` calls the options of its run, see `as_run`
 _SUPERVISED = {
-    "actor.num_nodes": "torchrun's --nnodes", "actor.num_gpus_per_node": "model.num_gpus_per_node",
+    "actor.num_nodes": "torchrun's --nnodes",
+    "actor.num_gpus_per_node": "model.num_gpus_per_node",
     "actor.model_name_or_path": "model.model_name_or_path",
-}  # fmt: skip
+}
 
 
 def as_run(config: SupervisedConfig) -> RunConfig:
-    """The run whose policy is trained as ``config`` says, for the planner, whose candidates are whole runs; its engines
-    matter to nobody."""
+    """The run whose policy is trained as ``config`` says, for the planner, whose candidates are
+    whole runs; its engines matter to nobody."""
     ranks = {"num_gpus_per_node": config.world_size}  # of several nodes: more than the option takes
     return RunConfig(
         actor=Actor(model_name_or_path=config.model_path).model_copy(update=ranks),
-        megatron=config.megatron, fp8=config.fp8, train=Train(**dict(config.train)),
-        rollout=Rollout(micro_batch_size=config.train.micro_batch_size), data=Data(max_len=config.data.max_len),
-        ds=DeepSpeed(lora=config.ds.lora, adam_offload=config.ds.adam_offload), weight_sync=WeightSync(bucket_mib=1),
+        megatron=config.megatron,
+        fp8=config.fp8,
+        train=Train(**dict(config.train)),
+        rollout=Rollout(micro_batch_size=config.train.micro_batch_size),
+        data=Data(max_len=config.data.max_len),
+        ds=DeepSpeed(lora=config.ds.lora, adam_offload=config.ds.adam_offload),
+        weight_sync=WeightSync(bucket_mib=1),
         algo=Algo(advantage=Advantage(estimator="grpo")),
-    )  # fmt: skip
+    )
 
 
 def findings(config: RunConfig | SupervisedConfig) -> Findings:
@@ -237,14 +282,21 @@ def findings(config: RunConfig | SupervisedConfig) -> Findings:
         return Findings((*_rank_too_large(*found, _SUPERVISED), *_host_too_small(found[1])), ())
     if config.megatron.layout == "auto":
         later = (
-            "megatron.layout auto: the sizes are chosen once the model's config.json is here, at the start of the run"
+            "megatron.layout auto: the sizes are chosen once the model's config.json is here, "
+            "at the start of the run"
         )
         return Findings((), (later,))
     if (found := _laid_out(config)) is None:
         return Findings((), ())
-    violations = (*_engine_too_large(*found[1:]), *_rank_too_large(*found, {}), *_host_too_small(found[1]))
+    violations = (
+        *_engine_too_large(*found[1:]),
+        *_rank_too_large(*found, {}),
+        *_host_too_small(found[1]),
+    )
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
-    return Findings(violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ())
+    return Findings(
+        violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ()
+    )
 
 
 def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:
@@ -259,7 +311,8 @@ def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:
 
 
 def laid_out(config: RunConfig) -> RunConfig:
-    """A run whose models have been downloaded, with the layout that was left open until then. Raises ConfigError:
+    """A run whose models have been downloaded, with the layout that was left open until then.
+    Raises ConfigError:
     states exceed a GPU."""
     if config.megatron.layout == "given":
         return config
@@ -278,37 +331,60 @@ def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
     fullest = max(laid_out.decisive, key=TOTAL)
     caution = ", which is tight: parts of the sum are estimates" if laid_out.tight(fullest) else ""
     if not laid_out.fits:
-        caution = ": activations of the longest sequences are too much, and no other layout of these GPUs takes less"
-    made = {name: source for name, source in config.sources.items() if source.startswith(CHOSEN) and name != _LAYOUT}
+        caution = (
+            ": activations of the longest sequences are too much, and no other layout of these "
+            "GPUs takes less"
+        )
+    made = {
+        name: source
+        for name, source in config.sources.items()
+        if source.startswith(CHOSEN) and name != _LAYOUT
+    }
     instead = [
         f"; {name} {value_of(config, name)} {source.removeprefix(f'{CHOSEN}, ')}"
         for name, source in made.items()
         if source != CHOSEN
     ]
     return (
-        f"megatron.layout auto: {_written(config, made)}; written so, it stays. While {fullest.doing}, the fullest GPU "
-        f"holds {fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
+        f"megatron.layout auto: {_written(config, made)}; written so, it stays. While "
+        f"{fullest.doing}, the fullest GPU holds {fullest.total / GIB:.1f} of "
+        f"{device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
         f"{''.join(instead)}"
     )
 
 
 def _written(config: RunConfig, chosen: Iterable[str]) -> str:
-    """The options that were chosen as YAML on one line, without those at their default but the first size."""
+    """The options that were chosen as YAML on one line, without those at their default but the
+    first size."""
     default = RunConfig()
-    values = {name: value for name in chosen if (value := value_of(config, name)) != value_of(default, name)}
+    values = {
+        name: value
+        for name in chosen
+        if (value := value_of(config, name)) != value_of(default, name)
+    }
     tree = nest({SIZES[0]: value_of(config, SIZES[0])} | values)
-    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1]
+    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip()[
+        1:-1
+    ]
 
 
 def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation]:
     weights, memory = laid_out.engines.weights, device.memory
     if weights > memory:
         enough = next(
-            (tp for tp in (2, 4, 8, 16) if weights * laid_out.engines.tensor_parallel_size // tp < memory), 32
+            (
+                tp
+                for tp in (2, 4, 8, 16)
+                if weights * laid_out.engines.tensor_parallel_size // tp < memory
+            ),
+            32,
         )
-        yield Violation(("vllm.tensor_parallel_size", "actor.model_name_or_path"),
-            f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take {weights / GIB:.1f} GiB of "
-            f"a GPU, and {device.said} has {memory / GIB:.1f}{device.remedy}")  # fmt: skip
+        yield Violation(
+            ("vllm.tensor_parallel_size", "actor.model_name_or_path"),
+            f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take "
+            f"{weights / GIB:.1f} GiB of a GPU, and {device.said} has "
+            f"{memory / GIB:.1f}{device.remedy}",
+        )
 
 
 def _rank_too_large(
@@ -320,33 +396,62 @@ def _rank_too_large(
         return
     layout, mixture = laid_out.policy.layout, laid_out.policy.shape.num_experts > 0
     beside = " with the engine beside it" if shared else ""
-    engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
-    ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
+    engine = (
+        SHARE,
+        "vllm.num_engines",
+        "vllm.tensor_parallel_size",
+        "ds.enable_sleep",
+        "vllm.enable_sleep",
+    )
+    ranks = (
+        "actor.num_nodes",
+        "actor.num_gpus_per_node",
+        "actor.model_name_or_path",
+        _LAYOUT,
+        "train.colocate_all",
+    )
     options = (*SIZES, *(EXPERTS if mixture else ()), *ranks, *(engine if shared else ()))
-    yield Violation(tuple(called.get(name, name) for name in options),
+    yield Violation(
+        tuple(called.get(name, name) for name in options),
         f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
-        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks"
-        f"{f', {EXPERTS[0]} {layout.expert_parallel_size}' if mixture else ''}, with which "
-        f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "
-        f"{device.said} has {memory / GIB:.1f}; "
-        f"{_remedy(config, device, called)}{device.remedy}")  # fmt: skip
+        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} "
+        f"ranks{f', {EXPERTS[0]} {layout.expert_parallel_size}' if mixture else ''}, with which "
+        f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation "
+        f"({_shown(standing)}), and {device.said} has {memory / GIB:.1f}; "
+        f"{_remedy(config, device, called)}{device.remedy}",
+    )
 
 
 def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
-    """Where this machine has the run's GPUs, and so the memory in which Adam's states are to wait."""
+    """Where this machine has the run's GPUs, and so the memory in which Adam's states are to
+    wait."""
     config, host = laid_out.policy.config, Moment("host memory of a node", laid_out.host)
-    if not config.ds.optimizer_on_host or _gpu_here() is None or host.total <= (there := _memory_here()):
+    if (
+        not config.ds.optimizer_on_host
+        or _gpu_here() is None
+        or host.total <= (there := _memory_here())
+    ):
         return
-    copied = ", leave ckpt.async_enable out" if config.ckpt.async_enable and config.ckpt.saves else ""
-    yield Violation(("ds.adam_offload", "actor.num_nodes", *(("ckpt.async_enable",) if copied else ())),
-        f"ds.adam_offload: the ranks of a node would keep {host.total / GIB:.1f} GiB in its host memory "
-        f"({_shown(host)}), and this machine has {there / GIB:.1f}; use more nodes{copied}, or leave ds.adam_offload "
-        "out")
+    copied = (
+        ", leave ckpt.async_enable out" if config.ckpt.async_enable and config.ckpt.saves else ""
+    )
+    yield Violation(
+        ("ds.adam_offload", "actor.num_nodes", *(("ckpt.async_enable",) if copied else ())),
+        f"ds.adam_offload: the ranks of a node would keep {host.total / GIB:.1f} GiB in its host "
+        f"memory ({_shown(host)}), and this machine has {there / GIB:.1f}; use more "
+        f"nodes{copied}, or leave ds.adam_offload out",
+    )
 
 
 def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str:
     """Sizes that fit, or more GPUs."""
-    cuts = (*SIZES, *EXPERTS, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
+    cuts = (
+        *SIZES,
+        *EXPERTS,
+        *ENDS,
+        "megatron.sequence_parallel_enable",
+        "megatron.virtual_pipeline_size",
+    )
     free, factor, on_host = _unset(config, cuts), 1, _on_host(config, device)
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}
@@ -354,22 +459,36 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
         if (options := _search(_planner(more, device), "fits")) is not None:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
-                return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}{on_host}"
+                return (
+                    "leave the sizes out, so that megatron.layout auto chooses them, or use "
+                    f"{sizes}{on_host}"
+                )
             told = {name: count for name, count in counts.items() if count > 1 or not called}
             said = ", ".join(f"{called.get(name, name)} {count}" for name, count in told.items())
             return f"no layout of these GPUs fits; {said} with {sizes} would do{on_host}"
         factor *= 2
-    shared = f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}" if config.engines_share_gpus else ""
+    shared = (
+        f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}"
+        if config.engines_share_gpus
+        else ""
+    )
     return f"no layout fits, nor do more GPUs help: shorten data.max_len{shared}{on_host}"
 
 
 def _on_host(config: RunConfig, device: Device) -> str:
     """That Adam's states in host memory make it fit, if they do."""
     offload = _planner(config, device).to_host
-    tries = {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))} if offload else {}
+    tries = (
+        {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
+        if offload
+        else {}
+    )
     for how, tried in tries.items():
         if _search(_planner(with_options(tried, offload), device), "fits") is not None:
-            return f"; it fits with ds.adam_offload too, which keeps the optimizer states in host memory{how}"
+            return (
+                "; it fits with ds.adam_offload too, which keeps the optimizer states in host "
+                f"memory{how}"
+            )
     return ""
 
 
@@ -383,13 +502,17 @@ def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
         ranks = counts.num_nodes * counts.num_gpus_per_node * factor
         per_node = ranks if ranks <= _NODE else max(_NODE, counts.num_gpus_per_node)
         if ranks % per_node == 0:
-            options |= {f"{section}.num_nodes": ranks // per_node, f"{section}.num_gpus_per_node": per_node}
+            options |= {
+                f"{section}.num_nodes": ranks // per_node,
+                f"{section}.num_gpus_per_node": per_node,
+            }
     if config.engines_share_gpus:
         options["vllm.num_engines"] = config.vllm.num_engines * factor
     return options
 
 
-# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
+# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU
+# -----------------------------
 
 
 @dataclass(frozen=True)
@@ -402,18 +525,29 @@ class Verdict:
 
 
 def verdict(config: RunConfig) -> Verdict:
-    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none; on CPU there is no
-    sum."""
+    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none; on
+    CPU there is no sum."""
     missing = " and ".join(violation.options[0] for violation in not_given(config))
-    starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
+    starts = (
+        f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given"
+        if missing
+        else "would start"
+    )
     device = _device_of(config)
-    details = [*_model_lines(config), *_places(config, "processes on CPU" if device is None else "GPUs")]
+    details = [
+        *_model_lines(config),
+        *_places(config, "processes on CPU" if device is None else "GPUs"),
+    ]
     if device is None:
         return Verdict(starts, tuple(details), True)
     try:
         laid_out = _planner(config, device).as_configured()
     except PlanError as error:
-        unknown = str(error) if model_folder(config.actor.model_name_or_path or "") else "the model is not here"
+        unknown = (
+            str(error)
+            if model_folder(config.actor.model_name_or_path or "")
+            else "the model is not here"
+        )
         return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
     details += _memory_lines(laid_out, device.said)
     if not laid_out.short:
@@ -430,19 +564,27 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
     if not is_hub_name(name):
         yield f"model: {redact(name)}"
     elif (folder := model_folder(name)) is not None:
-        yield f"model: {name} of the hub, which a run downloads; config.json is that of {os.path.relpath(folder)}"
+        yield (
+            f"model: {name} of the hub, which a run downloads; config.json is that of "
+            f"{os.path.relpath(folder)}"
+        )
     else:
         yield redact(f"model: {unknown_model(name)}")
 
 
 def _places(config: RunConfig, what: str) -> Iterator[str]:
-    yield (f"{what}: {config.gpus}: {config.training_ranks} ranks that train or score, "
+    yield (
+        f"{what}: {config.gpus}: {config.training_ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
-        f"{'the same' if config.engines_share_gpus else 'others'}")  # fmt: skip
+        f"{'the same' if config.engines_share_gpus else 'others'}"
+    )
 
 
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
-    yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
+    yield (
+        f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing "
+        "was allocated:"
+    )
     yield from (f"  {one.doing} {one.total / GIB:.1f}: {_shown(one)}" for one in laid_out.moments)
     if laid_out.policy.config.ds.optimizer_on_host:
         host = Moment("host memory of a node", laid_out.host)

@@ -1,10 +1,13 @@
 """What a layout keeps on a GPU, in host memory and on disk, in bytes, from ``config.json`` alone.
 
-States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP lays them out in its
-gradient buffer; they are exact (tests/tools/plan/test_memory.py compares them with real ranks). Activations are
-those that autograd saves, with the weights left out, with TransformerEngine's layers and flash or cuDNN attention in
-bf16: the usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where attention is grouped 5 to
-1. Read in the libraries, and measured on a GPU with the sizes of a 32B rank, without parallelism (docs/scaling.md);
+States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP
+lays them out in its gradient buffer; they are exact (tests/tools/plan/test_memory.py compares them
+with real ranks). Activations are those that autograd saves, with the weights left out, with
+TransformerEngine's layers and flash or cuDNN attention in
+bf16: the usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where
+attention is grouped 5 to
+1. Read in the libraries, and measured on a GPU with the sizes of a 32B rank, without parallelism
+   (docs/scaling.md);
 with FP8 not measured.
 """
 
@@ -24,7 +27,13 @@ from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import Cut, hf_tensors, layer_shards, shard_shape, stage_rules
+from openrlhf_ext.megatron.model.weight_map import (
+    Cut,
+    hf_tensors,
+    layer_shards,
+    shard_shape,
+    stage_rules,
+)
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.megatron.step.host_optimizer import BLOCK_BYTES
 from openrlhf_ext.options.sections import Megatron
@@ -34,14 +43,14 @@ GIB = 1 << 30
 COPIES = "FP8 copies"
 GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
-"""Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.19.2
-optimizer/param_layout.py:24-41)."""
+"""Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core
+0.19.2 optimizer/param_layout.py:24-41)."""
 
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of the model and its optimizer on the device; bytes, but for ``parameters``. ``on_host``: of
-    the optimizer in host memory (``ds.adam_offload``)."""
+    """What a rank holds of the model and its optimizer on the device; bytes, but for
+    ``parameters``. ``on_host``: of the optimizer in host memory (``ds.adam_offload``)."""
 
     parameters: int
     weights: int
@@ -60,10 +69,14 @@ class States:
 
     @property
     def parts(self) -> dict[str, int]:
-        return _there({
-            "weights": self.weights, "gradients (fp32)": self.gradients, "optimizer": self.optimizer,
-            f"{COPIES} of weights": self.copies,
-        })  # fmt: skip
+        return _there(
+            {
+                "weights": self.weights,
+                "gradients (fp32)": self.gradients,
+                "optimizer": self.optimizer,
+                f"{COPIES} of weights": self.copies,
+            }
+        )
 
 
 def _there(parts: dict[str, int]) -> dict[str, int]:
@@ -77,7 +90,8 @@ class StateOptions:
     Attributes:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the ranks that hold the same parameters.
-        bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
+        bucket_size: in parameters, where gradients are reduced during the backward pass; None = one
+        bucket.
         on_host: Adam's states wait in host memory.
     """
 
@@ -96,10 +110,16 @@ def entries(shape: ModelShape) -> int:
 
 @cache
 def chunk_parameters(
-    shape: ModelShape, cut: Cut, layers: int, first: bool, last: bool, of_experts: bool | None = None
+    shape: ModelShape,
+    cut: Cut,
+    layers: int,
+    first: bool,
+    last: bool,
+    of_experts: bool | None = None,
 ) -> tuple[tuple[str, int], ...]:
-    """(name, entries) of a rank's parameters of a model chunk, in the order in which Megatron builds them; those of a
-    layer again and again by the names of the first one. ``of_experts``: those of experts only, or all others."""
+    """(name, entries) of a rank's parameters of a model chunk, in the order in which Megatron
+    builds them; those of a layer again and again by the names of the first one. ``of_experts``:
+    those of experts only, or all others."""
     layer = [
         (name, math.prod(shard))
         for name, shard, of_expert in layer_shards(shape, cut)
@@ -114,18 +134,34 @@ def chunk_parameters(
 
 
 @cache
-def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
-    """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
+def rank_states(
+    shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions
+) -> States:
+    """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with
+    the largest share."""
     size, every = options.param_bytes, _stage_parameters(shape, layout, stage)
-    parameters, copies = sum(count for named in every for _, count in named), _copies(shape, layout, stage, options)
-    if (lora := adapters_of(options.converters)) is not None:  # in fp32; frozen weights lie in no padded buffer
-        layers, shards = layout.stage_layers(shape.num_layers)[stage], layout.copies if options.distributed else 1
-        trained = layers * sum(math.prod(shard) for _, shard, _ in layer_shards(lora.shape(shape), Cut.of(layout)))
+    parameters, copies = (
+        sum(count for named in every for _, count in named),
+        _copies(shape, layout, stage, options),
+    )
+    # in fp32; frozen weights lie in no padded buffer
+    if (lora := adapters_of(options.converters)) is not None:
+        layers, shards = (
+            layout.stage_layers(shape.num_layers)[stage],
+            layout.copies if options.distributed else 1,
+        )
+        trained = layers * sum(
+            math.prod(shard) for _, shard, _ in layer_shards(lora.shape(shape), Cut.of(layout))
+        )
         return States(
-            parameters + trained, parameters * size + 4 * trained, trained * GRADIENT_BYTES,
-            -(-8 * trained // shards), copies,
-        )  # fmt: skip
-    # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over their own copies
+            parameters + trained,
+            parameters * size + 4 * trained,
+            trained * GRADIENT_BYTES,
+            -(-8 * trained // shards),
+            copies,
+        )
+    # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over
+    # their own copies
     # (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918)
     dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
     buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
@@ -145,16 +181,27 @@ def _stage_parameters(
     layers = layout.stage_layers(shape.num_layers)[stage] // chunks
     return [
         chunk_parameters(
-            shape, Cut.of(layout), layers, stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1, of_experts
+            shape,
+            Cut.of(layout),
+            layers,
+            stage == chunk == 0,
+            stage == stages - 1 and chunk == chunks - 1,
+            of_experts,
         )
         for chunk in range(chunks)
     ]
 
 
 def _buffers(
-    shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions, copies: int, of_experts: bool | None
+    shape: ModelShape,
+    layout: ParallelLayout,
+    stage: int,
+    options: StateOptions,
+    copies: int,
+    of_experts: bool | None,
 ) -> tuple[int, np.ndarray]:
-    """``_buffer`` of all model chunks of a stage together; ``copies``: ranks that hold the same parameters."""
+    """``_buffer`` of all model chunks of a stage together; ``copies``: ranks that hold the same
+    parameters."""
     shards = copies if options.distributed else 1
     tied = shape.tied_embeddings and layout.pipeline_parallel_size > 1
     bucket_size = options.bucket_size if stage == 0 else None
@@ -163,23 +210,35 @@ def _buffers(
     return sum(length for length, _ in buffers), np.sum([owned for _, owned in buffers], axis=0)
 
 
-def _largest_share(layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None) -> int:
-    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: those of each copy, or of all."""
+def _largest_share(
+    layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None
+) -> int:
+    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: those of each
+    copy, or of all."""
     if of_experts is None:
         return int(owned.max())
     return max(
-        int(owned[layout.copy(rank) % len(owned)] + of_experts[layout.place(rank).expert_replica % len(of_experts)])
+        int(
+            owned[layout.copy(rank) % len(owned)]
+            + of_experts[layout.place(rank).expert_replica % len(of_experts)]
+        )
         for rank in layout.ranks(stage=stage)
     )
 
 
 def _buffer(
-    named: tuple[tuple[str, int], ...], shards: int, distributed: bool, bucket_size: int | None, tied: bool
+    named: tuple[tuple[str, int], ...],
+    shards: int,
+    distributed: bool,
+    bucket_size: int | None,
+    tied: bool,
 ) -> tuple[int, np.ndarray]:
-    """Entries of a chunk's gradient buffer, and how many entries of parameters are in each rank's part of it.
+    """Entries of a chunk's gradient buffer, and how many entries of parameters are in each rank's
+    part of it.
 
-    Parameters lie there in reverse order, in buckets of which every rank owns an equal part; a tied embedding that two
-    stages hold has a bucket of its own (megatron-core 0.19.2 optimizer/distrib_optimizer.py:530-580).
+    Parameters lie there in reverse order, in buckets of which every rank owns an equal part; a tied
+    embedding that two stages hold has a bucket of its own (megatron-core 0.19.2
+    optimizer/distrib_optimizer.py:530-580).
     """
     unit, bucket_unit = (_PARAMETER_UNIT, math.lcm(shards, _BUCKET_UNIT)) if distributed else (1, 1)
     places: list[tuple[int, int]] = []
@@ -194,7 +253,11 @@ def _buffer(
 
     for name, count in reversed(named):
         position = _up(position, unit)
-        alone = tied and distributed and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        alone = (
+            tied
+            and distributed
+            and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        )
         if alone and position > start:
             position = close(places[-1][1])
         places.append((position, position + count))
@@ -222,17 +285,21 @@ def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> n
 
 
 def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> int:
-    """Of the linear layers' weights (two dimensions), which layers keep beside the weights themselves."""
+    """Of the linear layers' weights (two dimensions), which layers keep beside the weights
+    themselves."""
     chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
     return sum(
         c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
-        for c in options.converters for number in numbers
-        for name, size, _ in layer_shards(shape, Cut.of(layout)) if len(size) == 2
-    )  # fmt: skip
+        for c in options.converters
+        for number in numbers
+        for name, size, _ in layer_shards(shape, Cut.of(layout))
+        if len(size) == 2
+    )
 
 
-# ---- activations -------------------------------------------------------------------------------------------------
+# ---- activations
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,10 +312,13 @@ class LayerActivations:
         core: what attention itself keeps: its operands, its result and their statistics.
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
         mlp: norm and MLP.
-        final: of the final norm and the hidden states that the head sees, which the last stage keeps.
+        final: of the final norm and the hidden states that the head sees, which the last stage
+        keeps.
         shares_input: the norms keep their input itself, and no copy of it.
-        mlp_kept: what recomputation keeps in the place of ``mlp``: the norm and its result, where that is the input of
-            what is computed again; None: the norm is too, and its input is kept, as large as ``input``.
+        mlp_kept: what recomputation keeps in the place of ``mlp``: the norm and its result, where
+        that is the input of
+            what is computed again; None: the norm is too, and its input is kept, as large as
+            ``input``.
     """
 
     input: int
@@ -290,24 +360,31 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
     qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
-    # recomputed, attention keeps its arguments, of which the values are a view of all that the projection made; and the
-    # projection after it keeps the result of attention (measured: docs/scaling.md)
+    # recomputed, attention keeps its arguments, of which the values are a view of all that the
+    # projection made; and the projection after it keeps the result of attention (measured:
+    # docs/scaling.md)
     kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
     core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp, final = norm + shape.mlp.activation_bytes(tokens, layout, e, linear_input), wide * e + 4 * rows
+    mlp, final = (
+        norm + shape.mlp.activation_bytes(tokens, layout, e, linear_input),
+        wide * e + 4 * rows,
+    )
     mlp_kept = norm if shape.mlp.is_mixture else None
     return LayerActivations(wide * e, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
 
 
-def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> int:
-    """The most that autograd keeps at a time on a stage's ranks, in a train step of so many micro-batches; the head's
-    own workspace is not in it."""
+def activations(
+    shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int
+) -> int:
+    """The most that autograd keeps at a time on a stage's ranks, in a train step of so many
+    micro-batches; the head's own workspace is not in it."""
     layer, megatron = layer_activations(shape, layout, work), work.megatron
     layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
     kept, recomputed = _kept_and_recomputed(layer, layers, megatron, shape.mlp.recompute_module)
-    if megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
+    # the checkpointed function takes the rotary table of the whole pack
+    if megatron.recompute == "full":
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
     final = layer.final if stage == layout.pipeline_parallel_size - 1 else 0
     # what follows the layers is done with before anything is recomputed
@@ -317,9 +394,11 @@ def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pas
 def _kept_and_recomputed(
     layer: LayerActivations, layers: int, megatron: Megatron, mlp_module: str
 ) -> tuple[int, int]:
-    """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass makes again at once;
+    """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass
+    makes again at once;
     ``mlp_module``: what ``megatron.recompute_modules`` calls the layers' MLP."""
-    again = layer.input if layer.shares_input else 0  # the recomputed pass saves the kept input itself
+    # the recomputed pass saves the kept input itself
+    again = layer.input if layer.shares_input else 0
     if megatron.recompute == "full" and megatron.recompute_method == "uniform":
         return (
             layers // megatron.recompute_num_layers * layer.input,
@@ -334,28 +413,34 @@ def _kept_and_recomputed(
     core = layer.core_operands if "core_attn" in megatron.recompute_modules else layer.core
     if mlp_module not in megatron.recompute_modules:
         return layers * (layer.attention + core + layer.mlp), 0
-    mlp, again = (layer.input, again) if layer.mlp_kept is None else (layer.mlp_kept, layer.mlp_kept)
+    mlp, again = (
+        (layer.input, again) if layer.mlp_kept is None else (layer.mlp_kept, layer.mlp_kept)
+    )
     return layers * (layer.attention + core + mlp), layer.mlp - again
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
-    """Forward passes of model chunks that a stage has ahead of its backward passes (megatron-core 0.19.2
-    pipeline_parallel/schedules.py: warm-up passes and the one of the steady state)."""
+    """Forward passes of model chunks that a stage has ahead of its backward passes (megatron-core
+    0.19.2 pipeline_parallel/schedules.py: warm-up passes and the one of the steady state)."""
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     if chunks == 1:
         return min(micro_batches, stages - stage)
     return min(micro_batches * chunks, (stages - stage - 1) * 2 + (chunks - 1) * stages + 1)
 
 
-# ---- moments of a run -----------------------------------------------------------------------------------------------
+# ---- moments of a run
+# -----------------------------------------------------------------------------------------------
 
 _CONTEXTS = "CUDA contexts and NCCL (estimate)"
 REWARD = "reward model"
 """The name of the reward model among frozen models."""
 _WORKING = (
-    "activations", "fragments (estimate)", "tokens on their way to experts and back (estimate)",
-    "head: workspace, hidden states and their gradient", "Adam's states in passing (ds.adam_offload)",
-)  # fmt: skip
+    "activations",
+    "fragments (estimate)",
+    "tokens on their way to experts and back (estimate)",
+    "head: workspace, hidden states and their gradient",
+    "Adam's states in passing (ds.adam_offload)",
+)
 _FRAGMENTS = 0.1
 """Of the activations: what torch's allocator loses to fragments. An estimate."""
 
@@ -368,7 +453,8 @@ class Workload:
         prompts, group: prompts of a batch, and responses to each.
         prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
         longest, batch: tokens of the longest response; samples of an optimizer update.
-        scored_by: models that compute log-probs before training: the policy (algo.old_logprobs), a reference, a guide.
+        scored_by: models that compute log-probs before training: the policy (algo.old_logprobs), a
+        reference, a guide.
         frozen: adapters are trained.
     """
 
@@ -391,7 +477,9 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
-        return replace(forward_flops(shape, [self.length], self.response_tokens), frozen=self.frozen)
+        return replace(
+            forward_flops(shape, [self.length], self.response_tokens), frozen=self.frozen
+        )
 
 
 @dataclass(frozen=True)
@@ -408,7 +496,9 @@ class Moment:
     @property
     def standing(self) -> Moment:
         """What of it is there before anything is computed."""
-        return Moment(self.doing, {name: size for name, size in self.parts.items() if name not in _WORKING})
+        return Moment(
+            self.doing, {name: size for name, size in self.parts.items() if name not in _WORKING}
+        )
 
     @property
     def largest(self) -> str:
@@ -424,7 +514,8 @@ def param_bytes(megatron: Megatron) -> int:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Policy or critic as a configuration lays it out, in a step of ``work``; a critic's layers are not in FP8."""
+    """Policy or critic as a configuration lays it out, in a step of ``work``; a critic's layers are
+    not in FP8."""
 
     config: RunConfig
     work: Workload
@@ -459,15 +550,24 @@ class TrainedModel:
         """Of the ranks of each stage."""
         own = self.megatron
         options = StateOptions(
-            param_bytes(own), own.distributed_optimizer_enable, on_host=self.config.ds.optimizer_on_host
+            param_bytes(own),
+            own.distributed_optimizer_enable,
+            on_host=self.config.ds.optimizer_on_host,
         )
         if not self.is_critic:
-            bucket_size = own.ddp_bucket_size or max(40_000_000, 1_000_000 * self.layout.data_parallel_size)
+            bucket_size = own.ddp_bucket_size or max(
+                40_000_000, 1_000_000 * self.layout.data_parallel_size
+            )
             converters = layer_converters(self.config, self.shape.family)
             options = replace(
-                options, bucket_size=bucket_size if own.overlap_grad_reduce else None, converters=converters
+                options,
+                bucket_size=bucket_size if own.overlap_grad_reduce else None,
+                converters=converters,
             )
-        return tuple(rank_states(self.shape, self.layout, stage, options) for stage in range(len(self.layers)))
+        return tuple(
+            rank_states(self.shape, self.layout, stage, options)
+            for stage in range(len(self.layers))
+        )
 
     @cached_property
     def fullest(self) -> States:
@@ -475,12 +575,15 @@ class TrainedModel:
 
     @property
     def budget(self) -> int | None:
-        """Tokens of a training micro-batch on one rank; None: it has as many sequences as the run says."""
-        return self.config.train.max_tokens_per_gpu if self.config.train.dynamic_batch_enable else None
+        """Tokens of a training micro-batch on one rank; None: it has as many sequences as the run
+        says."""
+        return (
+            self.config.train.max_tokens_per_gpu if self.config.train.dynamic_batch_enable else None
+        )
 
     def micro_batches(self, samples: int, forward_only: bool = False) -> tuple[int, float]:
-        """How many a data-parallel rank has, and of how many sequences; interleaved schedules take whole rounds of the
-        stages."""
+        """How many a data-parallel rank has, and of how many sequences; interleaved schedules take
+        whole rounds of the stages."""
         layout, train, rollout = self.layout, self.config.train, self.config.rollout
         if self.budget is None:
             sequences = rollout.micro_batch_size if forward_only else train.micro_batch_size
@@ -494,7 +597,8 @@ class TrainedModel:
 
     @property
     def _tokens(self) -> int:
-        """Of the largest micro-batch on a rank; a sequence that exceeds the budget is a micro-batch of its own."""
+        """Of the largest micro-batch on a rank; a sequence that exceeds the budget is a micro-batch
+        of its own."""
         longest, cp = self.config.data.max_len, self.layout.context_parallel_size
         if self.budget is not None:
             return max(self.budget, math.ceil(longest / cp))
@@ -513,9 +617,18 @@ class TrainedModel:
         return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
     def _working(self, stage: int) -> dict[str, int]:
-        kept, (activated, fragments, exchanged, head, passing) = self.activations(stage, self.megatron), _WORKING
-        one = self.shape.mlp.exchange_bytes(self._tokens, self.layout, param_bytes(self.config.megatron))
-        working = {activated: kept, fragments: int(_FRAGMENTS * kept), **({exchanged: one} if one else {})}
+        kept, (activated, fragments, exchanged, head, passing) = (
+            self.activations(stage, self.megatron),
+            _WORKING,
+        )
+        one = self.shape.mlp.exchange_bytes(
+            self._tokens, self.layout, param_bytes(self.config.megatron)
+        )
+        working = {
+            activated: kept,
+            fragments: int(_FRAGMENTS * kept),
+            **({exchanged: one} if one else {}),
+        }
         if stage == len(self.states) - 1 and self.shape.value_head is None:
             # its workspace; hidden states of response tokens and their gradient (docs/head.md)
             tokens = self._tokens * self.work.response_tokens // self.work.length
@@ -526,7 +639,8 @@ class TrainedModel:
         return working
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
+# ---- on a GPU
+# --------------------------------------------------------------------------------------------------
 
 
 def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
@@ -555,9 +669,11 @@ def moments(
     critic: tuple[Parts, Parts] | None = None,
     frozen: Parts | None = None,
 ) -> tuple[Moment, ...]:
-    """The fullest GPU at each time; engines, a critic and frozen models may be on GPUs of their own.
+    """The fullest GPU at each time; engines, a critic and frozen models may be on GPUs of their
+    own.
 
-    The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks;
+    The engine's worker is awake; a model's parts are states, and what training adds to them, of the
+    fullest ranks;
     ``sent``: bytes of an update of the engines.
     """
     beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
@@ -568,13 +684,21 @@ def moments(
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
         found = [Moment("sampling", sampling)]
         training = {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}
-        if config.train.colocate_all:  # who trains or scores is on the policy's GPUs, and stays there
-            of_critic = {f"{name} of the critic": size for name, size in {**critic_states, **critic_working}.items()}
+        # who trains or scores is on the policy's GPUs, and stays there
+        if config.train.colocate_all:
+            of_critic = {
+                f"{name} of the critic": size
+                for name, size in {**critic_states, **critic_working}.items()
+            }
             return (*found, Moment("training", {**training, **of_critic, **beside}))
         found.append(Moment("training", training))
         if critic is not None:
             stays = config.critic_shares_with_reward and not config.reward.offload
-            with_reward = {name: size for name, size in beside.items() if stays and name == f"weights of the {REWARD}"}
+            with_reward = {
+                name: size
+                for name, size in beside.items()
+                if stays and name == f"weights of the {REWARD}"
+            }
             parts = {**critic_states, **critic_working, **with_reward, _CONTEXTS: RESERVE_BYTES}
             found.append(Moment("training the critic", parts))
         found += [
@@ -583,49 +707,79 @@ def moments(
         ]
         return tuple(found)
     asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
-    awake = {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
-    sampling, training = shared_parts(engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
-    found = [Moment("sampling", {**sampling, **awake}), Moment("training", {**training, **working, **awake})]
+    awake = (
+        {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
+    )
+    sampling, training = shared_parts(
+        engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps
+    )
+    found = [
+        Moment("sampling", {**sampling, **awake}),
+        Moment("training", {**training, **working, **awake}),
+    ]
     if critic is not None:
-        _, training = shared_parts(engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
+        _, training = shared_parts(
+            engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps
+        )
         awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
         found.append(Moment("training the critic", {**training, **critic_working, **awake}))
     return tuple(Moment(moment.doing, {**moment.parts, **beside}) for moment in found)
 
 
-# ---- elsewhere ------------------------------------------------------------------------------------------------------
+# ---- elsewhere
+# --------------------------------------------------------------------------------------------------
 
 
-def host_memory(config: RunConfig, policy: TrainedModel, pool: int, critic: TrainedModel | None) -> dict[str, int]:
-    """Of a node of the policy, by part, if all its ranks were the fullest. ``pool``: bytes that an engine's worker has
-    in vLLM's pool of weights; ``critic``: one on the policy's GPUs."""
+def host_memory(
+    config: RunConfig, policy: TrainedModel, pool: int, critic: TrainedModel | None
+) -> dict[str, int]:
+    """Of a node of the policy, by part, if all its ranks were the fullest. ``pool``: bytes that an
+    engine's worker has in vLLM's pool of weights; ``critic``: one on the policy's GPUs."""
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer + one.on_host)
     per_node = config.actor.num_gpus_per_node
     moved = fullest.weights + fullest.optimizer
     trained = {"": policy, **({" of the critic": critic} if critic else {})}
-    adam = {whose: per_node * max(one.on_host for one in model.states) for whose, model in trained.items()}
-    on_its_way = per_node * moved + adam[""] if config.ckpt.async_enable and config.ckpt.saves else 0
-    return _there({
-        **{f"Adam's states{whose} (ds.adam_offload), pinned": size for whose, size in adam.items()},
-        "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-        # vLLM pins block by block, which torch rounds up to powers of two (device_allocator/cumem.py:268)
-        "engines asleep (level 1: adapters, evaluations), pinned": (
-            min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
-        ),
-        "reference policy": per_node * fullest.weights if config.has_reference and not config.ds.lora.enabled else 0,
-        "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
-        "checkpoint on its way to disk": on_its_way,
-    })  # fmt: skip
+    adam = {
+        whose: per_node * max(one.on_host for one in model.states)
+        for whose, model in trained.items()
+    }
+    on_its_way = (
+        per_node * moved + adam[""] if config.ckpt.async_enable and config.ckpt.saves else 0
+    )
+    return _there(
+        {
+            **{
+                f"Adam's states{whose} (ds.adam_offload), pinned": size
+                for whose, size in adam.items()
+            },
+            "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
+            # vLLM pins block by block, which torch rounds up to powers of two
+            # (device_allocator/cumem.py:268)
+            "engines asleep (level 1: adapters, evaluations), pinned": (
+                min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
+            ),
+            "reference policy": per_node * fullest.weights
+            if config.has_reference and not config.ds.lora.enabled
+            else 0,
+            "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
+            "checkpoint on its way to disk": on_its_way,
+        }
+    )
 
 
 def checkpoints(config: RunConfig, parameters: int, adapters: int) -> dict[str, int]:
-    """Bytes on disk of the policy's checkpoints that are kept, by form: of adapters, in fp32, if there are any."""
+    """Bytes on disk of the policy's checkpoints that are kept, by form: of adapters, in fp32, if
+    there are any."""
     ckpt, size = config.ckpt, 4 if adapters else param_bytes(config.megatron)
     parameters = adapters or parameters
-    resumable = parameters * ((size + 12 if size == 2 else 12) + (4 if config.train.enable_ema else 0))
+    resumable = parameters * (
+        (size + 12 if size == 2 else 12) + (4 if config.train.enable_ema else 0)
+    )
     kept = ckpt.max_num if ckpt.saves else 0
-    return _there({
-        f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
-        f"{kept} in Hugging Face form": kept * parameters * size if ckpt.save_hf else 0,
-        "the final one in Hugging Face form": parameters * size,
-    })  # fmt: skip
+    return _there(
+        {
+            f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
+            f"{kept} in Hugging Face form": kept * parameters * size if ckpt.save_hf else 0,
+            "the final one in Hugging Face form": parameters * size,
+        }
+    )

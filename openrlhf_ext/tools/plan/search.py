@@ -1,6 +1,7 @@
 """Every layout of a run on so many GPUs, in order; the fewest GPUs that do; what would help most.
 
-Whether a layout is allowed is asked of the configuration's own rules, so that what plan writes is what a run takes.
+Whether a layout is allowed is asked of the configuration's own rules, so that what plan writes is
+what a run takes.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
 _MOST_GPUS, _FEW_NODES = 4096, 8
 SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
 EXPERTS = ("megatron.expert_parallel_size", "megatron.expert_tensor_parallel_size")
-"""Of a mixture; a layout deals its experts over ranks and cuts none, unless the run says otherwise."""
+"""Of a mixture; a layout deals its experts over ranks and cuts none, unless the run says
+otherwise."""
 ENDS = tuple(f"megatron.{name}" for name in PIPELINE_ENDS)
 _SEQUENCE, _CHUNKED = "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size"
-_ENGINES, _ENGINE_SIZE, _RECOMPUTE = "vllm.num_engines", "vllm.tensor_parallel_size", "megatron.recompute"
+_ENGINES, _ENGINE_SIZE, _RECOMPUTE = (
+    "vllm.num_engines",
+    "vllm.tensor_parallel_size",
+    "megatron.recompute",
+)
 CHOSEN = (*SIZES, EXPERTS[0], _CHUNKED, _SEQUENCE, *ENDS, _ENGINES, _ENGINE_SIZE)
 """Options of the run that a layout replaces, unless the command line gives them."""
 _KEPT = (*CHOSEN, EXPERTS[1], _RECOMPUTE, "train.max_tokens_per_gpu", "actor.num_nodes")
@@ -62,9 +68,10 @@ _OTHER_GPUS = ("H200", "B200")
 class Planner(Costs):
     """Plans a run in place of the layout that its configuration has.
 
-    ``coarse``: only layouts are tried that the best one is often among, without context parallelism or with so much;
-    ``free``: also with other sizes than the command line gives; ``own``: on the run's GPUs, with the engines that it
-    has and all sizes that it sets.
+    ``coarse``: only layouts are tried that the best one is often among, without context parallelism
+    or with so much;
+    ``free``: also with other sizes than the command line gives; ``own``: on the run's GPUs, with
+    the engines that it has and all sizes that it sets.
     """
 
     coarse: int = 0
@@ -75,7 +82,11 @@ class Planner(Costs):
     def kept(self) -> dict[str, Any]:
         """Sizes that every layout has: those that the command line gives."""
         if self.own:
-            names = [name for name in (*SIZES, *EXPERTS, _SEQUENCE, _RECOMPUTE) if is_set(self.config, name)]
+            names = [
+                name
+                for name in (*SIZES, *EXPERTS, _SEQUENCE, _RECOMPUTE)
+                if is_set(self.config, name)
+            ]
         else:
             names = [name for name in _KEPT if self._on_command_line(name) and not self.free]
         return {name: value_of(self.config, name) for name in names}
@@ -83,7 +94,9 @@ class Planner(Costs):
     @property
     def replaced(self) -> dict[str, Any]:
         """Sizes that a file gives, which layouts have in the place of."""
-        names = [name for name in CHOSEN if is_set(self.config, name) and not self._on_command_line(name)]
+        names = [
+            name for name in CHOSEN if is_set(self.config, name) and not self._on_command_line(name)
+        ]
         return {name: value_of(self.config, name) for name in names}
 
     def _on_command_line(self, name: str) -> bool:
@@ -97,27 +110,45 @@ class Planner(Costs):
         return not self._broken(self.config)
 
     def _broken(self, config: RunConfig) -> list[Violation]:
-        return [*self._models_broken(config), *(v for rule in LAYOUT_RULES for v in rule(config))][:1]
+        return [*self._models_broken(config), *(v for rule in LAYOUT_RULES for v in rule(config))][
+            :1
+        ]
 
     def _models_broken(self, config: RunConfig) -> Iterator[Violation]:
         yield from shape_violations(config, self.shape, ACTOR)
         if config.has_critic:
-            yield from divisible(CRITIC, self.shape_of(CRITIC), "critic.megatron.{}".format, config.critic_megatron)
+            yield from divisible(
+                CRITIC, self.shape_of(CRITIC), "critic.megatron.{}".format, config.critic_megatron
+            )
         if config.has_reward_model:
-            yield from divisible(REWARDS, self.shape_of(REWARDS), "megatron.{}".format, config.even_megatron)
+            yield from divisible(
+                REWARDS, self.shape_of(REWARDS), "megatron.{}".format, config.even_megatron
+            )
 
     def unmet(self) -> Iterator[str]:
         """Why no layout has sizes that are kept."""
         per_node = self.config.actor.num_gpus_per_node
-        for name, what in ((_ENGINE_SIZE, "an engine stays"), (SIZES[0], "ranks that share a layer stay")):
+        for name, what in (
+            (_ENGINE_SIZE, "an engine stays"),
+            (SIZES[0], "ranks that share a layer stay"),
+        ):
             if (size := self.kept.get(name, 1)) > per_node:
-                yield f"{name} must not exceed actor.num_gpus_per_node: {what} within a node; got {size} and {per_node}"
-        yield from (one.message for one in self._models_broken(self.config) if self.kept.keys() & set(one.options))
+                yield (
+                    f"{name} must not exceed actor.num_gpus_per_node: {what} within a node; got "
+                    f"{size} and {per_node}"
+                )
+        yield from (
+            one.message
+            for one in self._models_broken(self.config)
+            if self.kept.keys() & set(one.options)
+        )
 
-    # ---- layouts ------------------------------------------------------------------------------------------------
+    # ---- layouts
+    # ----------------------------------------------------------------------------------------------
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """All layouts of the run on so many GPUs that the rules allow; those that fit come first, the fastest ahead."""
+        """All layouts of the run on so many GPUs that the rules allow; those that fit come first,
+        the fastest ahead."""
         return sorted(self._allowed(gpus), key=order)
 
     def _allowed(self, gpus: int, *, if_states_fit: bool = False) -> Iterator[Candidate]:
@@ -125,15 +156,21 @@ class Planner(Costs):
             nodes = self._nodes(ranks)
             engines = [*self._engine_options(engine_gpus)] if nodes else []
             allowed = None
-            for options, config in self._trainings(nodes, engines[0], if_states_fit) if nodes and engines else ():
-                if allowed is None:  # what one side's rules say does not depend on the other's degrees
-                    allowed = [one for one in engines if not self._broken(with_options(config, one))]
+            for options, config in (
+                self._trainings(nodes, engines[0], if_states_fit) if nodes and engines else ()
+            ):
+                # what one side's rules say does not depend on the other's degrees
+                if allowed is None:
+                    allowed = [
+                        one for one in engines if not self._broken(with_options(config, one))
+                    ]
                 models = self.models(config)
                 for one in allowed:
                     yield self.with_best_share({**options, **one}, models)
 
     def layouts(self) -> Iterator[Candidate]:
-        """Those of the run on its own GPUs, with the engines that it has, that keep to what it sets."""
+        """Those of the run on its own GPUs, with the engines that it has, that keep to what it
+        sets."""
         for options, config in self._trainings({}, {}, if_states_fit=True):
             yield self.candidate(options, config, self.models(config))
 
@@ -143,18 +180,22 @@ class Planner(Costs):
         return self.candidate(options, self.config, self.models(self.config))
 
     def with_best_share(self, options: Options, models: Models | None = None) -> Candidate:
-        """The layout with the engines' share that the run sets, or else with the fastest one that leaves room; where a
-        step is as good as equal, with the largest."""
+        """The layout with the engines' share that the run sets, or else with the fastest one that
+        leaves room; where a step is as good as equal, with the largest."""
         config = with_options(self.config, options)
         models = models or self.models(config)
         if config.vllm.gpu_memory_utilization is not None:
             return self.candidate(options, config, models)
         tried = ({SHARE: share} for share in (SHARES[1::2] if self.coarse else SHARES))
-        found = (self.candidate({**options, **share}, with_options(config, share), models) for share in tried)
+        found = (
+            self.candidate({**options, **share}, with_options(config, share), models)
+            for share in tried
+        )
         return min(found, key=lambda one: (one.short, one.tight(), *order(one)[1:2], -one.share))
 
     def critic_layouts(self) -> Iterator[Options]:
-        """Sizes of the critic's own that its ranks allow, the fewest ranks of a copy ahead; none where it has some."""
+        """Sizes of the critic's own that its ranks allow, the fewest ranks of a copy ahead; none
+        where it has some."""
         config, layers = self.config, self.shape_of(CRITIC).num_layers
         stages = [n for n in range(1, _MOST_STAGES + 1) if layers % n == 0]
         allowed = [
@@ -164,12 +205,18 @@ class Planner(Costs):
         ]
         if not any(is_set(config, f"critic.{name}") for name in SIZES):
             for degrees in sorted(allowed, key=math.prod):
-                yield {f"critic.{name}": degree for name, degree in zip(SIZES, degrees, strict=True)}
+                yield {
+                    f"critic.{name}": degree for name, degree in zip(SIZES, degrees, strict=True)
+                }
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
-        """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to quarters and thirds."""
+        """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to
+        quarters and thirds."""
         if self.config.has_guide:
-            raise PlanError("guide.model_name_or_path: a guide's ranks and engines are not planned; leave it out")
+            raise PlanError(
+                "guide.model_name_or_path: a guide's ranks and engines are not planned; leave "
+                "it out"
+            )
         if self.config.engines_share_gpus:
             yield gpus, gpus
             return
@@ -181,45 +228,64 @@ class Planner(Costs):
         elif "actor.num_nodes" in self.kept:
             parts = [self.config.world_size]
         elif left > per_node and not self.coarse:
-            parts += [max(1, round(part * left / per_node)) * per_node for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)]
+            parts += [
+                max(1, round(part * left / per_node)) * per_node
+                for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
+            ]
         yield from ((ranks, left - ranks) for ranks in dict.fromkeys(parts) if 0 < ranks < left)
 
     def _nodes(self, ranks: int) -> dict[str, int] | None:
-        """Nodes of as many GPUs as the configuration's; fewer than one are one small one; None if some are left."""
+        """Nodes of as many GPUs as the configuration's; fewer than one are one small one; None if
+        some are left."""
         per_node = min(self.config.actor.num_gpus_per_node, ranks)
-        if ranks % per_node or ranks // per_node not in self._tried("actor.num_nodes", (ranks // per_node,)):
+        if ranks % per_node or ranks // per_node not in self._tried(
+            "actor.num_nodes", (ranks // per_node,)
+        ):
             return None
         return {"actor.num_nodes": ranks // per_node, "actor.num_gpus_per_node": per_node}
 
     def _engine_options(self, gpus: int) -> Iterator[dict[str, int]]:
         per_node = min(self.config.actor.num_gpus_per_node, gpus)
         for tp in self._tried(_ENGINE_SIZE, _DEGREES):
-            if gpus % tp == 0 and tp <= per_node and gpus // tp in self._tried(_ENGINES, (gpus // tp,)):
+            if (
+                gpus % tp == 0
+                and tp <= per_node
+                and gpus // tp in self._tried(_ENGINES, (gpus // tp,))
+            ):
                 yield {_ENGINES: gpus // tp, _ENGINE_SIZE: tp}
 
     def _trainings(
         self, nodes: dict[str, int], engines: dict[str, int], if_states_fit: bool
     ) -> Iterator[tuple[dict[str, Any], RunConfig]]:
-        """Options of the policy's layouts on these nodes that the rules allow, and the configuration with both."""
+        """Options of the policy's layouts on these nodes that the rules allow, and the
+        configuration with both."""
         base = with_options(self.config, nodes)
         ranks, per_node = base.world_size, base.actor.num_gpus_per_node
         stages = _DEGREES if self.coarse else range(1, _MOST_STAGES + 1)
         contexts = sorted({1, self.coarse}) if self.coarse else _DEGREES
-        degrees = (self._tried(name, tried) for name, tried in zip(SIZES, (_DEGREES, stages, contexts), strict=True))
+        degrees = (
+            self._tried(name, tried)
+            for name, tried in zip(SIZES, (_DEGREES, stages, contexts), strict=True)
+        )
         recomputes = ({},) if _RECOMPUTE in self.kept else self._recomputes
         for tp, pp, cp in itertools.product(*degrees):
             if tp > per_node or ranks % (tp * pp * cp):
                 continue
             experts = [
-                ep for ep in self._expert_sizes(tp, pp, cp, ranks, per_node)
+                ep
+                for ep in self._expert_sizes(tp, pp, cp, ranks, per_node)
                 if not if_states_fit or self._states_fit(tp, pp, ep, ranks)
-            ]  # fmt: skip
+            ]
             tried = itertools.product(experts, self._chunks(pp), recomputes, self._budgets(cp))
             for ep, chunks, recompute, budget in tried:
                 cut = {**dict(zip(SIZES, (tp, pp, cp), strict=True)), **chunks, _SEQUENCE: tp > 1}
                 dealt = {EXPERTS[0]: ep} if self.shape.num_experts else {}
                 for options in self._cut({**nodes, **cut, **dealt, **recompute, **budget}):
-                    options |= {name: value for name, value in self.kept.items() if name in (_SEQUENCE, *ENDS)}
+                    options |= {
+                        name: value
+                        for name, value in self.kept.items()
+                        if name in (_SEQUENCE, *ENDS)
+                    }
                     config = with_options(self.config, {**options, **engines})
                     if not self._broken(config):
                         yield options, config
@@ -228,22 +294,32 @@ class Planner(Costs):
     def _recomputes(self) -> tuple[dict[str, Any], ...]:
         return (
             {_RECOMPUTE: "none"},
-            {_RECOMPUTE: "selective", "megatron.recompute_modules": (self.shape.mlp.recompute_module,)},
-            {_RECOMPUTE: "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
+            {
+                _RECOMPUTE: "selective",
+                "megatron.recompute_modules": (self.shape.mlp.recompute_module,),
+            },
+            {
+                _RECOMPUTE: "full",
+                "megatron.recompute_method": "uniform",
+                "megatron.recompute_num_layers": 1,
+            },
         )
 
     def _expert_sizes(self, tp: int, pp: int, cp: int, ranks: int, per_node: int) -> Sequence[int]:
-        """Ranks that a mixture's experts may be dealt over, so that none is cut: those of a node, between whose GPUs
-        tokens travel fastest, or more where even the states do not fit then."""
+        """Ranks that a mixture's experts may be dealt over, so that none is cut: those of a node,
+        between whose GPUs tokens travel fastest, or more where even the states do not fit then."""
         experts, stage = self.shape.num_experts, ranks // pp
         if not experts:
             return (1,)
         shared = self.kept.get(EXPERTS[1]) or 1
-        found = [ep for ep in range(1, experts + 1) if experts % ep == 0 and stage % (ep * shared) == 0]
+        found = [
+            ep for ep in range(1, experts + 1) if experts % ep == 0 and stage % (ep * shared) == 0
+        ]
         if EXPERTS[0] in self.kept:
             return [ep for ep in found if ep == self.kept[EXPERTS[0]]]
         if tp * cp > 1 and EXPERTS[1] not in self.kept:
-            found = [ep for ep in found if ep > 1] or found  # experts that are on all ranks are cut as all else
+            # experts that are on all ranks are cut as all else
+            found = [ep for ep in found if ep > 1] or found
         within = [ep for ep in found if ep * shared <= per_node]
         if any(self._states_fit(tp, pp, ep, ranks) for ep in within):
             found = within
@@ -256,7 +332,8 @@ class Planner(Costs):
         return [{_CHUNKED: chunks} for chunks in self._tried(_CHUNKED, tried)]
 
     def _budgets(self, cp: int) -> Iterator[dict[str, int]]:
-        """Token budgets: room for the longest sequence, for twice as much, and what the configuration says."""
+        """Token budgets: room for the longest sequence, for twice as much, and what the
+        configuration says."""
         train = self.config.train
         if self.own or not train.dynamic_batch_enable:
             yield {}
@@ -265,11 +342,14 @@ class Planner(Costs):
         forward = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
         tried = sorted({least, 2 * least, max(least, train.max_tokens_per_gpu)})
         for tokens in self._tried("train.max_tokens_per_gpu", tried):
-            yield {"train.max_tokens_per_gpu": tokens, "rollout.max_tokens_per_gpu": max(forward, tokens)}
+            yield {
+                "train.max_tokens_per_gpu": tokens,
+                "rollout.max_tokens_per_gpu": max(forward, tokens),
+            }
 
     def _cut(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """With stages of equally many layers, and with the first and last stage with which the slowest one, the head of
-        the last included, has least to do."""
+        """With stages of equally many layers, and with the first and last stage with which the
+        slowest one, the head of the last included, has least to do."""
         policy = TrainedModel(with_options(self.config, options), self.work, self.shape)
         layers, layout = self.shape.num_layers, policy.layout
         stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
@@ -280,8 +360,12 @@ class Planner(Costs):
             yield options | dict(zip(ENDS, ends, strict=True))
 
     def _states_fit(self, tp: int, pp: int, ep: int, ranks: int) -> bool:
-        """Whether the states alone could fit: a bound that is quick to tell and refuses nothing that fits."""
-        of_experts, size = self.shape.num_layers * self.shape.mlp.expert_weights, param_bytes(self.config.megatron)
+        """Whether the states alone could fit: a bound that is quick to tell and refuses nothing
+        that fits."""
+        of_experts, size = (
+            self.shape.num_layers * self.shape.mlp.expert_weights,
+            param_bytes(self.config.megatron),
+        )
         shared = ep * (self.kept.get(EXPERTS[1]) or (tp if ep == 1 else 1))
         least = 0
         for entries, cut in ((self.parameters - of_experts, tp * pp), (of_experts, shared * pp)):
@@ -291,25 +375,33 @@ class Planner(Costs):
             least += mean * size if self.config.ds.lora.enabled else states
         return least <= self.clock.gpu.memory
 
-    # ---- how long, how many GPUs, and what else ---------------------------------------------------------------------
+    # ---- how long, how many GPUs, and what else
+    # ---------------------------------------------------------------------
 
     @property
     def to_host(self) -> Options:
-        """What moves Adam's states to host memory; nothing where they are there, or stay on the GPU in any case."""
+        """What moves Adam's states to host memory; nothing where they are there, or stay on the GPU
+        in any case."""
         config = self.config
         stays = config.ds.lora.enabled or not config.megatron.distributed_optimizer_enable
         return {} if config.ds.adam_offload or stays else {"ds.adam_offload": True}
 
     def longest(self, candidate: Candidate, changes: Options = MappingProxyType({})) -> int:
-        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in steps of 1,024, up to
-        the model's window; 0: not even the shortest. ``changes``: further options."""
-        base, window = with_options(self.config, {**candidate.options, **changes}), self.shape.max_positions
+        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in
+        steps of 1,024, up to the model's window; 0: not even the shortest. ``changes``: further
+        options."""
+        base, window = (
+            with_options(self.config, {**candidate.options, **changes}),
+            self.shape.max_positions,
+        )
         planned, most = self.config.data.max_len, window or _MOST_TOKENS
         tried = sorted({*range(_LENGTH_STEP, most, _LENGTH_STEP), min(planned, most), most})
         prompt = planned - self.work.longest
 
         def fits(tokens: int) -> bool:
-            config = with_options(base, {"data.max_len": tokens, "rollout.max_new_tokens": max(1, tokens - prompt)})
+            config = with_options(
+                base, {"data.max_len": tokens, "rollout.max_new_tokens": max(1, tokens - prompt)}
+            )
             one = dataclasses.replace(self, config=config, response_tokens=None, prompt_tokens=None)
             return one.candidate({}, config, one.models(config)).short == 0
 
@@ -318,7 +410,8 @@ class Planner(Costs):
     def fewest_gpus(self) -> int | None:
         """The smallest number of GPUs on which a layout fits: of one node, then whole nodes.
 
-        None if none does on up to 4,096. Above eight nodes, more GPUs are taken to do where fewer do.
+        None if none does on up to 4,096. Above eight nodes, more GPUs are taken to do where fewer
+        do.
         """
         per_node = self.config.actor.num_gpus_per_node
         if not any(self._engine_fits(tp) for tp in _DEGREES):
@@ -334,10 +427,13 @@ class Planner(Costs):
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
-        """Whether an engine of so many GPUs fits without a policy, with one of the longest sequences."""
+        """Whether an engine of so many GPUs fits without a policy, with one of the longest
+        sequences."""
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
-            engines = self.clock.engines(with_options(self.config, {_ENGINE_SIZE: tp, SHARE: share}))
+            engines = self.clock.engines(
+                with_options(self.config, {_ENGINE_SIZE: tp, SHARE: share})
+            )
             sampling, *_ = moments(self.config, self.sent, engines.parts, ({}, {}))
             if engines.lacking <= 0 and sampling.total <= self.clock.gpu.memory:
                 return True
@@ -353,32 +449,49 @@ class Planner(Costs):
         sharing = {} if config.engines_share_gpus or config.has_guide else SHARING
         dynamic = {} if config.train.dynamic_batch_enable else DYNAMIC
         changes: dict[str, Options] = {
-            "policy and engines on the same GPUs": sharing, "dynamic batches": dynamic,
+            "policy and engines on the same GPUs": sharing,
+            "dynamic batches": dynamic,
             "both": sharing | dynamic if sharing and dynamic else {},
-            "adapters instead of all weights": {} if config.ds.lora.enabled else {"ds.lora.rank": 16},
+            "adapters instead of all weights": {}
+            if config.ds.lora.enabled
+            else {"ds.lora.rank": 16},
             "Adam's states in host memory": self.to_host,
-        }  # fmt: skip
-        tries = [(f"{what} ({_words(new)})", self.with_(new), gpus) for what, new in changes.items() if new]
+        }
+        tries = [
+            (f"{what} ({_words(new)})", self.with_(new), gpus)
+            for what, new in changes.items()
+            if new
+        ]
         if free:
             tries.append((f"{', '.join(free)} left to plan", self.with_({}, free=True), gpus))
         tries.append((f"{2 * gpus} {self.gpu_name}", self, 2 * gpus))
         for name in _OTHER_GPUS:
             if name != self.gpu_name:
-                tries.append((f"{gpus} {name}", self.with_({"megatron.gpu_memory_gib": None}, gpu_name=name), gpus))
+                tries.append(
+                    (
+                        f"{gpus} {name}",
+                        self.with_({"megatron.gpu_memory_gib": None}, gpu_name=name),
+                        gpus,
+                    )
+                )
         for what, planner, count in tries:
             if found := dataclasses.replace(planner, coarse=cp).candidates(count):
                 yield what, found[0]
 
 
 def _words(options: Options) -> str:
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items())
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items()
+    )
 
 
 @cache
-def balanced_ends(num_layers: int, stages: int, chunks: int, head: float) -> tuple[int | None, int] | None:
-    """Layers of the first (None: as many as those between) and of the last stage, whose head takes as long as so many
-    layers, for the fastest slowest stage; of equals the one with the smallest first stage, which keeps most
-    activations. None: even stages are as fast."""
+def balanced_ends(
+    num_layers: int, stages: int, chunks: int, head: float
+) -> tuple[int | None, int] | None:
+    """Layers of the first (None: as many as those between) and of the last stage, whose head takes
+    as long as so many layers, for the fastest slowest stage; of equals the one with the smallest
+    first stage, which keeps most activations. None: even stages are as fast."""
     slowest = num_layers / stages + head if num_layers % (stages * chunks) == 0 else math.inf
     best, ends = (slowest, math.inf), None
     for last in range(chunks, num_layers, chunks):

@@ -1,8 +1,9 @@
-"""How long the phases of a step take, from data-sheet rates of a GPU and constants that are fitted to seconds which
-others published: a model, nothing measured here.
+"""How long the phases of a step take, from data-sheet rates of a GPU and constants that are fitted
+to seconds which others published: a model, nothing measured here.
 
-Every constant has a name and a value here and is printed with every plan, and so is how far off the model is.
-Communication is never hidden behind computation, so layouts that communicate much are judged severely.
+Every constant has a name and a value here and is printed with every plan, and so is how far off the
+model is. Communication is never hidden behind computation, so layouts that communicate much are
+judged severely.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Gpu:
     host: float
 
 
-def _gpu(name: str, memory_mib: int, fp8: bool, hbm: float, near: float, far: float, host: float) -> Gpu:
+def _gpu(
+    name: str, memory_mib: int, fp8: bool, hbm: float, near: float, far: float, host: float
+) -> Gpu:
     return Gpu(memory_mib << 20, PEAK_BF16_TFLOPS[name], fp8, hbm, near, far, host)
 
 
@@ -67,15 +70,21 @@ GPUS = {
     "A40": _gpu("A40", 46068, False, 696, 32, 25, 25),
     "RTX-4090": _gpu("RTX 4090", 24564, True, 1008, 32, 25, 25),
 }
-"""SXM forms where there are two; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a
-GPU (before H100, and with PCIe 4: 200). Cards without NVLink, or with a bridge between two, talk over PCIe."""
+"""SXM forms where there are two; memory as nvidia-smi lists it, rates from NVIDIA's data sheets,
+one 400 Gb/s port a GPU (before H100, and with PCIe 4: 200). Cards without NVLink, or with a bridge
+between two, talk over PCIe."""
 
 
 def card(name: str) -> str | None:
-    """The entry of a GPU by any of its names: "NVIDIA A100-SXM4-40GB", "h100 80GB", "4090". None: there is none."""
+    """The entry of a GPU by any of its names: "NVIDIA A100-SXM4-40GB", "h100 80GB", "4090". None:
+    there is none."""
     kind, size = _kind_and_size(name)
     for wanted in (kind, kind.removesuffix("PCIE")):
-        off = {entry: abs(gpu.memory / GIB - size) for entry, gpu in GPUS.items() if _kind_and_size(entry)[0] == wanted}
+        off = {
+            entry: abs(gpu.memory / GIB - size)
+            for entry, gpu in GPUS.items()
+            if _kind_and_size(entry)[0] == wanted
+        }
         if off and not size:
             return next(iter(off))
         if off and min(off.values()) < _SIZE_GIB:
@@ -86,40 +95,49 @@ def card(name: str) -> str | None:
 def _kind_and_size(name: str) -> tuple[str, int]:
     words = re.sub(r"NVIDIA|GEFORCE|RTX|SXM\d?|HBM\w*|(?<=\d)GI?B\b|-", " ", name.upper()).split()
     sizes = [int(word) for word in words if re.fullmatch(r"\d{2,3}", word)]
-    return "".join(word for word in words if not re.fullmatch(r"\d{2,3}", word)), sizes[0] if sizes else 0
+    return "".join(word for word in words if not re.fullmatch(r"\d{2,3}", word)), sizes[
+        0
+    ] if sizes else 0
 
 
 NODE_MEMORY = 400
 """GB/s at which a node's host memory is read and written, by all of its GPUs together. Assumed."""
 EXPERTS_RATE = 0.5
-"""Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch for all. Assumed."""
+"""Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch
+for all. Assumed."""
 EXPERT_US = 20.0
-"""Microseconds of the host for each expert of a rank, a layer's forward pass of a micro-batch: gradient hooks of its
-weights, and TransformerEngine's loop over them. Assumed."""
+"""Microseconds of the host for each expert of a rank, a layer's forward pass of a micro-batch:
+gradient hooks of its weights, and TransformerEngine's loop over them. Assumed."""
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
-"""Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes of Qwen2.5-32B
-without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2. vLLM's ``fp8_per_block`` is taken
-for blockwise."""
+"""Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes
+of Qwen2.5-32B without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2.
+vLLM's ``fp8_per_block`` is taken for blockwise."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says. ``products`` was measured on an H200 (674 to 690 TFLOP/s in the layers of a 32B rank,
-    benchmarks/results/gpu_h200.json); ``memory``, ``traffic``, ``launch_us`` and ``fixed_s`` are fitted to a third of
-    the published runs of benchmarks/published_steps.json (benchmarks/plan.py, docs/scaling.md), the others are guesses.
+    """What no data sheet says. ``products`` was measured on an H200 (674 to 690 TFLOP/s in the
+    layers of a 32B rank, benchmarks/results/gpu_h200.json); ``memory``, ``traffic``, ``launch_us``
+    and ``fixed_s`` are fitted to a third of the published runs of benchmarks/published_steps.json
+    (benchmarks/plan.py, docs/scaling.md), the others are guesses.
 
     Attributes:
         products: share of the peak that matrix products in bf16 reach in training and prefill.
         attention: the same of causal attention.
         memory: share of the memory's rate that decoding reaches.
         network: share of the rate that collectives and copies reach.
-        layer_us: microseconds that a layer takes in a decoding step whatever it computes: kernels, two all-reduces.
+        layer_us: microseconds that a layer takes in a decoding step whatever it computes: kernels,
+        two all-reduces.
         message_us: microseconds that a collective or a ring's step takes before any byte travels.
-        traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each token and hidden entry
+        traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each
+        token and hidden entry
             beside its matrix products: norms, rotary embedding, activation, residual sums.
-        launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few its tokens are.
-        tail: share of an engine's requests that are still decoding while the longest responses are finished.
-        engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA graphs.
+        launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few
+        its tokens are.
+        tail: share of an engine's requests that are still decoding while the longest responses are
+        finished.
+        engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA
+        graphs.
         fixed_s: seconds of a step for grading, shaping, records and waking up.
     """
 
@@ -138,7 +156,8 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Error:
-    """Of published seconds that the fit did not see: the larger of predicted / published and its inverse; ``low``,
+    """Of published seconds that the fit did not see: the larger of predicted / published and its
+    inverse; ``low``,
     ``high``: of predicted / published."""
 
     rows: int
@@ -158,14 +177,16 @@ KV_CACHE = "engine: KV cache"
 
 @dataclass(frozen=True)
 class Engines:
-    """The rollout engines; each works on ``most`` requests at a time, and with ``prefix_caching`` a group's prompt is
-    computed once.
+    """The rollout engines; each works on ``most`` requests at a time, and with ``prefix_caching`` a
+    group's prompt is computed once.
 
     Attributes:
         parts: bytes on one of its GPUs, by part.
         kv_token_bytes: of a token's keys and values on one of its GPUs, bf16.
-        pool: bytes in vLLM's pool of weights: awake in every sync, and copied where that pool sleeps at level 1.
-        lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it fits.
+        pool: bytes in vLLM's pool of weights: awake in every sync, and copied where that pool
+        sleeps at level 1.
+        lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it
+        fits.
     """
 
     count: int
@@ -204,16 +225,17 @@ def _gains() -> str:
 
 
 _CALLS_S = (0.05, 0.018)
-"""Of the calls of an update with one engine, and of each further one. These and the next are measured on two cores with
-Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport)."""
+"""Of the calls of an update with one engine, and of each further one. These and the next are
+measured on two cores with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine;
+transport)."""
 _GLOO_S_PER_GB = 1.15
 """Over gloo into a loaded engine: of the whole sync, 0.38 s is sending and 0.75 s loading."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines; ``on_host``: Adam's
-    states wait in host memory."""
+    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines;
+    ``on_host``: Adam's states wait in host memory."""
 
     gpu: Gpu
     shape: ModelShape
@@ -222,29 +244,46 @@ class Clock:
     assumed: Assumptions = Assumptions()
     on_host: bool = False
 
-    # ---- rollout ------------------------------------------------------------------------------------------------
+    # ---- rollout
+    # ----------------------------------------------------------------------------------------------
 
     def engines(self, config: RunConfig) -> Engines:
-        """Those of a configuration: what weights and the rest leave of their share of a GPU is KV cache."""
-        vllm, fp8, shape, tp = config.vllm, config.fp8.rollout_enable, self.shape, config.vllm.tensor_parallel_size
+        """Those of a configuration: what weights and the rest leave of their share of a GPU is KV
+        cache."""
+        vllm, fp8, shape, tp = (
+            config.vllm,
+            config.fp8.rollout_enable,
+            self.shape,
+            config.vllm.tensor_parallel_size,
+        )
         most = vllm.max_num_seqs or _MOST_REQUESTS
         # in FP8 all but embedding and head
         outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
         weights = (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tp
-        # requests times vocabulary, as int32 and as bits (vllm 0.32.0 v1/worker/gpu/sample/penalties.py:39-47)
+        # requests times vocabulary, as int32 and as bits (vllm 0.32.0
+        # v1/worker/gpu/sample/penalties.py:39-47)
         sampler = 4 * most * (shape.vocab_size + math.ceil(shape.vocab_size / 32))
         room = int(self.assumed.engine_gib * GIB)
         left = int(config.gpu_memory_utilization * self.gpu.memory) - weights - room - sampler
         parts = {
-            "engine: weights": weights, KV_CACHE: max(0, left), "engine: sampler (requests x vocabulary)": sampler,
+            "engine: weights": weights,
+            KV_CACHE: max(0, left),
+            "engine: sampler (requests x vocabulary)": sampler,
             "engine: activations, CUDA graphs (estimate)": room,
-        }  # fmt: skip
+        }
         token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16
         lacking = (self.work.prompt_tokens + self.work.longest) * token - left
         return Engines(
-            vllm.num_engines, tp, parts, token, weights + sampler, lacking, most, vllm.enable_prefix_caching,
+            vllm.num_engines,
+            tp,
+            parts,
+            token,
+            weights + sampler,
+            lacking,
+            most,
+            vllm.enable_prefix_caching,
             "blockwise" if fp8 else "",
-        )  # fmt: skip
+        )
 
     @cached_property
     def parameters(self) -> int:
@@ -265,31 +304,50 @@ class Clock:
         return self.work.prompt_tokens + self.work.response_tokens // 2
 
     def concurrency(self, engines: Engines) -> int:
-        """Requests of an engine at a time; 0 if its cache does not hold one of the longest sequences."""
+        """Requests of an engine at a time; 0 if its cache does not hold one of the longest
+        sequences."""
         if engines.lacking > 0:
             return 0
         waiting = math.ceil(self.work.samples / engines.count)
-        return max(1, min(waiting, engines.most, engines.parts[KV_CACHE] // engines.kv_token_bytes // self._held))
+        return max(
+            1,
+            min(
+                waiting,
+                engines.most,
+                engines.parts[KV_CACHE] // engines.kv_token_bytes // self._held,
+            ),
+        )
 
     def rollout(self, engines: Engines) -> float:
-        """Prefill, decoding in full batches, and the tail of the longest responses: a share of all that the engine may
-        be asked for, so that more cache is never slower."""
+        """Prefill, decoding in full batches, and the tail of the longest responses: a share of all
+        that the engine may be asked for, so that more cache is never slower."""
         batch = self.concurrency(engines)
         if batch == 0:
             return math.inf
         mine = math.ceil(self.work.samples / engines.count)
         prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
-        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.active, engines.recipe)
+        prefill = (
+            prompts * self.work.prompt_tokens * self._products(2 * self.active, engines.recipe)
+        )
         full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
         rest = max(1, int(min(mine, engines.most) * self.assumed.tail))
         together = min(batch, rest)
-        tail = (self.work.longest - self.work.response_tokens) * rest / together * self._decode(engines, together)
+        tail = (
+            (self.work.longest - self.work.response_tokens)
+            * rest
+            / together
+            * self._decode(engines, together)
+        )
         return prefill / engines.tensor_parallel_size + full + tail
 
     def _decode(self, engines: Engines, batch: int) -> float:
-        """One decoding step: weights and KV cache are read once, every weight is multiplied for every request; of
-        experts those that any request chooses, as if each chose by lot."""
-        tp, rate, shape = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory, self.shape
+        """One decoding step: weights and KV cache are read once, every weight is multiplied for
+        every request; of experts those that any request chooses, as if each chose by lot."""
+        tp, rate, shape = (
+            engines.tensor_parallel_size,
+            self.gpu.hbm * 1e9 * self.assumed.memory,
+            self.shape,
+        )
         read = float(engines.weights)
         if shape.num_experts:
             unread = (1 - shape.experts_per_token / shape.num_experts) ** batch
@@ -303,7 +361,8 @@ class Clock:
         gain = FP8_GAIN[recipe] if recipe and self.gpu.has_fp8 else 1.0
         return flops / (gain * self.gpu.tflops * 1e12 * self.assumed.products)
 
-    # ---- log-probs and training ---------------------------------------------------------------------------------
+    # ---- log-probs and training
+    # ---------------------------------------------------------------------------------
 
     def logprobs(self, model: TrainedModel) -> float:
         return model.work.scored_by * self._schedule(model, model.work.samples, forward_only=True)
@@ -315,16 +374,24 @@ class Clock:
         return work.epochs * updates * (one + self._update(model))
 
     def _schedule(self, model: TrainedModel, samples: int, *, forward_only: bool) -> float:
-        """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest stage is always busy
-        but for the bubble, in which the first micro-batch passes the others."""
+        """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest
+        stage is always busy but for the bubble, in which the first micro-batch passes the
+        others."""
         count, sequences = model.micro_batches(samples, forward_only)
         *others, last = model.layers
         alike = Counter([*((layers, False) for layers in others), (last, True)])
-        stages = {(n, head): self._stage(model, n, head, sequences, forward_only) for n, head in alike}
-        slowest, together = max(stages.values()), sum(stages[one] * number for one, number in alike.items())
+        stages = {
+            (n, head): self._stage(model, n, head, sequences, forward_only) for n, head in alike
+        }
+        slowest, together = (
+            max(stages.values()),
+            sum(stages[one] * number for one, number in alike.items()),
+        )
         return count * slowest + (together - slowest) / model.layout.virtual_pipeline_size
 
-    def _stage(self, model: TrainedModel, layers: float, head: bool, sequences: float, forward_only: bool) -> float:
+    def _stage(
+        self, model: TrainedModel, layers: float, head: bool, sequences: float, forward_only: bool
+    ) -> float:
         """A micro-batch on a stage of so many layers, ``head``: and the head."""
         ranks = model.layout.tensor_parallel_size * model.layout.context_parallel_size
         of_layer, of_head, passes = self._computing(model, forward_only)
@@ -334,21 +401,26 @@ class Clock:
         return max(computing, launching) + self._communication(model, layers, sequences, passes)
 
     def head_layers(self, model: TrainedModel) -> float:
-        """How many layers take as long as the head in training, on a stage with the mean of the layers."""
+        """How many layers take as long as the head in training, on a stage with the mean of the
+        layers."""
         layers = model.shape.num_layers / model.layout.pipeline_parallel_size
         _, sequences = model.micro_batches(min(model.work.batch, model.work.samples))
-        without, together = (self._stage(model, layers, head, sequences, False) for head in (False, True))
+        without, together = (
+            self._stage(model, layers, head, sequences, False) for head in (False, True)
+        )
         return (together - without) * layers / without
 
     def _computing(self, model: TrainedModel, forward_only: bool) -> tuple[float, float, int]:
-        """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
-        of a forward pass."""
+        """Seconds that a layer and the head take for one sequence on one GPU, and forward and
+        backward passes in units of a forward pass."""
         shape, megatron = model.shape, model.megatron
         flops, layers = model.work.forward(shape), shape.num_layers
         mlp = shape.mlp.token_weights
         of_mlp = mlp / (mlp + shape.attention_weights)
         share = of_mlp if model.recipe and model.config.fp8.modules == "mlp" else 1.0
-        linear = self._products(share * flops.layers, model.recipe) + self._products((1 - share) * flops.layers)
+        linear = self._products(share * flops.layers, model.recipe) + self._products(
+            (1 - share) * flops.layers
+        )
         slower = self._products(of_mlp * flops.layers) * self._slower_experts(model)
         linear, mlp_linear = linear + slower, linear * of_mlp + slower
         attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
@@ -362,38 +434,63 @@ class Clock:
         computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
         passes += again > 0
         wide = model.work.length * shape.hidden_size * layers
-        computing += passes * wide * (self.assumed.traffic + shape.mlp.moved_bytes(_BF16)) / (self.gpu.hbm * 1e9)
+        computing += (
+            passes
+            * wide
+            * (self.assumed.traffic + shape.mlp.moved_bytes(_BF16))
+            / (self.gpu.hbm * 1e9)
+        )
         return computing / layers, head, passes
 
     def _slower_experts(self, model: TrainedModel) -> float:
-        """Of the seconds that a mixture's products would take at the rate of a dense layer's: what they take longer, on
-        the rank that has most tokens, for which all wait."""
+        """Of the seconds that a mixture's products would take at the rate of a dense layer's: what
+        they take longer, on the rank that has most tokens, for which all wait."""
         if not model.shape.num_experts:
             return 0.0
         fullest = FULLEST_RANK if model.layout.expert_parallel_size > 1 else 1.0
         return fullest / EXPERTS_RATE - 1
 
-    def _communication(self, model: TrainedModel, layers: float, sequences: float, passes: float) -> float:
-        """Tensor-, context-, expert- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
+    def _communication(
+        self, model: TrainedModel, layers: float, sequences: float, passes: float
+    ) -> float:
+        """Tensor-, context-, expert- and pipeline-parallel messages of one micro-batch on a stage
+        of so many layers."""
         layout, shape = model.layout, model.shape
         tokens = sequences * model.work.length / layout.context_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
-        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass; around experts there are none
+        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass; around
+        # experts there are none
         collectives = 2 if shape.num_experts and not shape.shared_ffn_hidden_size else 4
         near = layers * passes * collectives * wide * (tp - 1) / tp
-        keys = layers * passes * tokens * 2 * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16 * (cp - 1)
-        sent = min(passes, 2) * layout.virtual_pipeline_size * wide / (tp if layout.sequence_parallel else 1)
+        keys = (
+            layers
+            * passes
+            * tokens
+            * 2
+            * max(1, shape.num_kv_heads // tp)
+            * shape.head_dim
+            * _BF16
+            * (cp - 1)
+        )
+        sent = (
+            min(passes, 2)
+            * layout.virtual_pipeline_size
+            * wide
+            / (tp if layout.sequence_parallel else 1)
+        )
         messages = layers * passes * (collectives * (tp > 1) + 2 * (cp - 1))
         seconds = messages * self.assumed.message_us * 1e-6 + near / self._rate(self.gpu.near)
         seconds += keys / self._rate(self.gpu.near if tp * cp <= model.near_ranks else self.gpu.far)
         seconds += self._exchange(model, layers, wide / tp, passes)
-        return seconds + (sent / self._rate(self.gpu.far) if layout.pipeline_parallel_size > 1 else 0.0)
+        return seconds + (
+            sent / self._rate(self.gpu.far) if layout.pipeline_parallel_size > 1 else 0.0
+        )
 
     def _exchange(self, model: TrainedModel, layers: float, states: float, passes: float) -> float:
-        """Tokens to their experts and back, ``states``: bytes of a rank's hidden states. A backward pass sends as much
-        as a forward pass; what leaves the node travels beside what does not; ranks that share an expert get all of its
-        tokens from each other, and are on one node."""
+        """Tokens to their experts and back, ``states``: bytes of a rank's hidden states. A backward
+        pass sends as much as a forward pass; what leaves the node travels beside what does not;
+        ranks that share an expert get all of its tokens from each other, and are on one node."""
         layout, chosen = model.layout, states * model.shape.experts_per_token
         ep, etp = layout.expert_parallel_size, layout.expert_tensor
         if not model.shape.num_experts or ep * etp == 1:
@@ -407,8 +504,8 @@ class Clock:
         return exchanges * (slowest + ((ep > 1) + (etp > 1)) * self.assumed.message_us * 1e-6)
 
     def _shares(self, model: TrainedModel) -> list[tuple[int, int]]:
-        """Parameters of the fullest rank, and how many ranks hold the same: those of experts, which may have copies of
-        their own, and all others."""
+        """Parameters of the fullest rank, and how many ranks hold the same: those of experts, which
+        may have copies of their own, and all others."""
         layout, held = model.layout, model.fullest.parameters
         if layout.expert_parallel_size == 1:
             return [(held, layout.copies)]
@@ -417,10 +514,12 @@ class Clock:
         return [(held - experts, layout.copies), (experts, layout.expert_copies)]
 
     def _update(self, model: TrainedModel) -> float:
-        """Gradients reduced, parameters gathered, the optimizer's states read and written, which those in host memory
-        hide."""
+        """Gradients reduced, parameters gathered, the optimizer's states read and written, which
+        those in host memory hide."""
         states, near = model.fullest, model.layout.world_size <= model.near_ranks
-        moved = sum(held * (_FP32 + _BF16) * (copies - 1) / copies for held, copies in self._shares(model))
+        moved = sum(
+            held * (_FP32 + _BF16) * (copies - 1) / copies for held, copies in self._shares(model)
+        )
         touched = 2 * (states.optimizer + states.on_host) + states.gradients
         gathered = moved / self._rate(self.gpu.near if near else self.gpu.far)
         # both ways at a time: a rank's bus carries each, a node's memory those of all its ranks
@@ -431,12 +530,18 @@ class Clock:
     def _rate(self, gigabytes: float) -> float:
         return gigabytes * 1e9 * self.assumed.network
 
-    # ---- weights and states -------------------------------------------------------------------------------------
+    # ---- weights and states
+    # -------------------------------------------------------------------------------------
 
     def sync(self, policy: TrainedModel, engines: Engines) -> float:
-        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are sent, received,
-        loaded and summed at the same time, so that the slowest of these counts; the calls come on top."""
-        size, layout, workers = self.sent, policy.layout, engines.count * engines.tensor_parallel_size
+        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are
+        sent, received, loaded and summed at the same time, so that the slowest of these counts; the
+        calls come on top."""
+        size, layout, workers = (
+            self.sent,
+            policy.layout,
+            engines.count * engines.tensor_parallel_size,
+        )
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
         if policy.config.vllm.sync_backend == "gloo":
             return calls + size / 1e9 * _GLOO_S_PER_GB
@@ -445,7 +550,8 @@ class Clock:
         nodes = 1 if one_node else math.ceil(layout.copy_ranks / policy.near_ranks)
         near, far = self._rate(self.gpu.near), self._rate(self.gpu.far)
         gathered = size * (1 - 1 / nodes) / far if nodes > 1 else size / near
-        in_memory = 4 * size / self._rate(self.gpu.hbm)  # written, read by the loader, written, read for the sum
+        # written, read by the loader, written, read for the sum
+        in_memory = 4 * size / self._rate(self.gpu.hbm)
         return calls + max(size / (near if one_node else far), gathered, in_memory)
 
     def moves(self, model: TrainedModel) -> float:
@@ -455,33 +561,38 @@ class Clock:
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed
         streamed = [
-            f"Adam's states pass between host memory and GPU at {a.network:.0%} of the bus's rate, both ways at a "
-            f"time, those of a node at no more than {NODE_MEMORY:g} GB/s (assumed; update/stream_seconds tells a run's)"
-        ]  # fmt: skip
+            f"Adam's states pass between host memory and GPU at {a.network:.0%} of the bus's "
+            f"rate, both ways at a time, those of a node at no more than {NODE_MEMORY:g} GB/s "
+            "(assumed; update/stream_seconds tells a run's)"
+        ]
         mixture = [
-            f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are dealt over ranks the "
-            f"fullest rank has {FULLEST_RANK:g} times the mean of the tokens (assumed; moe/load_max tells a run's); "
-            f"each expert of a rank takes {EXPERT_US:g} microseconds of the host a layer's forward pass (assumed)"
-        ]  # fmt: skip
+            f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are "
+            f"dealt over ranks the fullest rank has {FULLEST_RANK:g} times the mean of the "
+            "tokens (assumed; moe/load_max tells a run's); each expert of a rank takes "
+            f"{EXPERT_US:g} microseconds of the host a layer's forward pass (assumed)"
+        ]
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "
-            f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, host {gpu.host:g} "
-            "GB/s (data sheets)",
-            f"a step: {work.prompts} prompts x {work.group} responses; prompts of {work.prompt_tokens} tokens, "
-            f"responses of {work.response_tokens} on average, the longest {work.longest}; "
-            f"{math.ceil(work.samples / work.batch) * work.epochs} updates; log-probs of {work.scored_by} "
-            f"model{'s' if work.scored_by != 1 else ''}",
-            f"matrix products reach {a.products:.0%} of the peak (in FP8 times {_gains()}), attention "
-            f"{a.attention:.0%}, decoding {a.memory:.0%} of the memory's rate, collectives and copies {a.network:.0%} "
-            "of theirs",
+            f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, "
+            f"host {gpu.host:g} GB/s (data sheets)",
+            f"a step: {work.prompts} prompts x {work.group} responses; prompts of "
+            f"{work.prompt_tokens} tokens, responses of {work.response_tokens} on average, the "
+            f"longest {work.longest}; {math.ceil(work.samples / work.batch) * work.epochs} "
+            f"updates; log-probs of {work.scored_by} model{'s' if work.scored_by != 1 else ''}",
+            f"matrix products reach {a.products:.0%} of the peak (in FP8 times {_gains()}), "
+            f"attention {a.attention:.0%}, decoding {a.memory:.0%} of the memory's rate, "
+            f"collectives and copies {a.network:.0%} of theirs",
             *(mixture if self.shape.num_experts else []),
             *(streamed if self.on_host else []),
-            f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the host, and moves "
-            f"{a.traffic:g} bytes for each token and hidden entry beside its products",
-            f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
-            f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
-            f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
-            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for each further engine, over "
-            f"gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes, measured on two cores (weight_sync_cpu.json); on a GPU loading "
-            "and summing are four passes of its memory",
+            f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the "
+            f"host, and moves {a.traffic:g} bytes for each token and hidden entry beside its "
+            "products",
+            f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message "
+            f"{a.message_us:g}; the longest responses are finished in a batch of {a.tail:.0%}; "
+            f"no communication is hidden behind computation; {a.fixed_s:g} s a step for grading, "
+            "shaping and records",
+            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for "
+            f"each further engine, over gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes, measured on "
+            "two cores (weight_sync_cpu.json); on a GPU loading and summing are four passes of "
+            "its memory",
         ]

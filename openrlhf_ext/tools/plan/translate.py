@@ -1,9 +1,12 @@
-"""A configuration of verl or TRL in our options, by the tables ``verl.yaml`` and ``trl.yaml`` beside this file.
+"""A configuration of verl or TRL in our options, by the tables ``verl.yaml`` and ``trl.yaml``
+beside this file.
 
     options   theirs: [ours, their default]; ours null: read by the rules only
-    rules     ours: a Python expression of their values, ``v(name)``; None: nothing is set, ...: null is set
+    rules     ours: a Python expression of their values, ``v(name)``; None: nothing is set, ...:
+    null is set
     notes     theirs: [an expression, what is said where it is true]
-    lines     theirs, * for any text: what becomes of it; nothing: names of which there is nothing to say
+    lines     theirs, * for any text: what becomes of it; nothing: names of which there is nothing
+    to say
 
 A value that is given and has no option and no rule has a line: nothing is dropped in silence.
 """
@@ -30,36 +33,47 @@ _SHOWN_LETTERS = 200
 _NOT_HERE = "not here"
 _WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-_KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
+# of hydra's maps, which need no space behind the colon
+_KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")
 _OWN = ("ppo_trainer", "ppo_megatron_trainer")
 """Files of verl, whose defaults are those of the table."""
 _IN_SCRIPTS = (
-    "in a shell script write `openrlhf-ext plan --from verl` in the place of `python3 -m verl.trainer.main_ppo` (or "
-    "`--from trl` in the place of what starts TRL's script), and run it with bash, which alone knows what it says"
+    "in a shell script write `openrlhf-ext plan --from verl` in the place of `python3 -m "
+    "verl.trainer.main_ppo` (or `--from trl` in the place of what starts TRL's script), and run "
+    "it with bash, which alone knows what it says"
 )
 _HYDRA = (
-    "takes hydra to be read; what `python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints is a file that can "
-    "be read"
+    "takes hydra to be read; what `python3 -m verl.trainer.main_ppo ... --cfg job --resolve` "
+    "prints is a file that can be read"
 )
 
 
 def translate(words: Sequence[str], gpus: int | None = None) -> str:
-    """YAML for ``train --config``, with a comment for each option that means something else here, or nothing.
+    """YAML for ``train --config``, with a comment for each option that means something else here,
+    or nothing.
 
     Args:
-        words: the project, one of ``PROJECTS``, and its options as a shell hands them to its trainer: hydra's
+        words: the project, one of ``PROJECTS``, and its options as a shell hands them to its
+        trainer: hydra's
             NAME=VALUE or TRL's --NAME VALUE, behind a YAML file of the project if there is one.
         gpus: what TRL's configuration leaves to its launcher (1).
     Raises:
-        InputError: the project is not named or another one, something cannot be read or takes hydra to be read, or a
+        InputError: the project is not named or another one, something cannot be read or takes hydra
+        to be read, or a
             value is not of the kind that the project has.
     """
     if not words or words[0] not in PROJECTS:
         commands = (f"openrlhf-ext plan --from {shlex.join([one, *words])}" for one in PROJECTS)
-        raise InputError(f"plan --from takes the name of the project first: {' or '.join(commands)}; {_IN_SCRIPTS}")
+        raise InputError(
+            f"plan --from takes the name of the project first: {' or '.join(commands)}; "
+            f"{_IN_SCRIPTS}"
+        )
     project, *theirs = words
     if project == "verl" and gpus is not None:
-        raise InputError("--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and trainer.nnodes")
+        raise InputError(
+            "--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and "
+            "trainer.nnodes"
+        )
     table, command = _table(project), f"plan --from {shlex.join(words)}"
     release = table["release"]
     with reading(command[:_SHOWN_LETTERS], f"as options of {release}"):
@@ -68,16 +82,21 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
         unknown = [name for name, text in said.items() if text is None]
         if not given or 2 * len(unknown) > len(given):
             raise InputError(
-                f"{command[:_SHOWN_LETTERS]} takes a YAML file or options of {release}, which knows "
-                f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
+                f"{command[:_SHOWN_LETTERS]} takes a YAML file or options of {release}, which "
+                f"knows {len(given) - len(unknown)} of the {len(given)} names here and not: "
+                f"{', '.join(unknown[:5])}"
             )
         for name, text in said.items():
             if text is None or text.startswith(_NOT_HERE):
-                said[name] = (text or f"{release} has no such option") + _hint(name, table["options"])
+                said[name] = (text or f"{release} has no such option") + _hint(
+                    name, table["options"]
+                )
         ours, notes = _by_table(table, given if gpus is None else given | {"gpus": gpus})
         lines = sorted([*notes, *(f"{name} {given[name]}: {text}" for name, text in said.items())])
         comments = (f"of {release}, by openrlhf-ext {command}", *lines)
-        text = "".join(f"# {' '.join(line.split())}\n" for line in comments) + yaml.safe_dump(nest(ours))
+        text = "".join(f"# {' '.join(line.split())}\n" for line in comments) + yaml.safe_dump(
+            nest(ours)
+        )
         text.encode()  # no half of a character, which no terminal shows
     return text
 
@@ -101,7 +120,9 @@ def _hint(name: str, options: Mapping[str, Any]) -> str:
     return f"; there is {section}{near}" if near else ""
 
 
-def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _by_table(
+    table: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Our options, and notes. Raises ValueError: values are not of the kind of their defaults."""
     values: dict[str, Any] = {}
     ours: dict[str, Any] = {}
@@ -109,7 +130,11 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
     for name, (own, default) in table["options"].items():
         value = values[name] = given.get(name, default)
         may_be_null = value is None and own is None
-        if isinstance(default, (int, float)) and not isinstance(value, (int, float)) and not may_be_null:
+        if (
+            isinstance(default, (int, float))
+            and not isinstance(value, (int, float))
+            and not may_be_null
+        ):
             kind = "true or false" if isinstance(default, bool) else "a number"
             wrong.append(f"{name} must be {kind}, as its default {default}: got {value!r:.80}")
         if own is not None:
@@ -120,11 +145,16 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
     names = {"v": values.__getitem__, "ours": ours}
     for name, rule in table["rules"].items():
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
-    notes = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
-    return {name: None if value is ... else value for name, value in ours.items() if value is not None}, notes
+    notes = [
+        f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)
+    ]
+    return {
+        name: None if value is ... else value for name, value in ours.items() if value is not None
+    }, notes
 
 
-# ---- what is given -----------------------------------------------------------------------------------------------
+# ---- what is given
+# -----------------------------------------------------------------------------------------------
 
 
 def _of_verl(words: Sequence[str]) -> dict[str, Any]:
@@ -147,7 +177,9 @@ def _of_verl(words: Sequence[str]) -> dict[str, Any]:
         paths.append(str(folder / (file if file.suffix else f"{file}.yaml")))
     given = _of_files(paths, "verl takes a YAML file and NAME=VALUE") | changes
     options = _table("verl")["options"]
-    return {name: _put_in(name, given) if name in options else value for name, value in given.items()}
+    return {
+        name: _put_in(name, given) if name in options else value for name, value in given.items()
+    }
 
 
 def _of_trl(words: Sequence[str]) -> dict[str, Any]:
@@ -173,8 +205,8 @@ def _value(text: str, name: str) -> Any:
 
 
 def _of_files(paths: Sequence[str], takes: str) -> dict[str, Any]:
-    """Raises InputError: one is no YAML file, cannot be read, holds no map, or is composed of files other than verl's
-    own."""
+    """Raises InputError: one is no YAML file, cannot be read, holds no map, or is composed of files
+    other than verl's own."""
     given: dict[str, Any] = {}
     for path in paths:
         if not path.endswith((".yaml", ".yml")):
@@ -199,15 +231,22 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
-    """An option's value, with those of others that it refers to. Raises ValueError: it refers to something else."""
+    """An option's value, with those of others that it refers to. Raises ValueError: it refers to
+    something else."""
     value = given[name]
 
     def other(found: re.Match[str]) -> Any:
-        return _put_in(found[1], given, (*above, name)) if found[1] in given.keys() - {*above, name} else found[0]
+        return (
+            _put_in(found[1], given, (*above, name))
+            if found[1] in given.keys() - {*above, name}
+            else found[0]
+        )
 
     if isinstance(value, str):
         whole = _REFERENCE.fullmatch(value)
         value = other(whole) if whole else _REFERENCE.sub(lambda found: str(other(found)), value)
     if "${" in str(value):
-        raise ValueError(f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}")
+        raise ValueError(
+            f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}"
+        )
     return value

@@ -1,4 +1,5 @@
-"""From runs to the numbers that the page draws, and the page: one HTML file that asks for nothing else.
+"""From runs to the numbers that the page draws, and the page: one HTML file that asks for nothing
+else.
 
 The page is ``page.html`` with one block of JSON; what is in it is made here, drawn there.
 """
@@ -42,21 +43,26 @@ _BEGINS = {"start", "restart", "resumed"}
 # what the page needs of the lines of events.jsonl and samples.jsonl, and what they may have
 _EVENT = {"event": TEXT, "step": INTEGER, "time": NUMBER}
 _FACTS = {
-    **dict.fromkeys(("options", "versions", "hardware", "layout", "processes"), MAP), "set": list_of(TEXT),
+    **dict.fromkeys(("options", "versions", "hardware", "layout", "processes"), MAP),
+    "set": list_of(TEXT),
     **dict.fromkeys(("steps", "filtered", "late", "unstarted", "count"), INTEGER),
     **dict.fromkeys(("accuracy", "stderr", "score", "over_mean"), NUMBER),
-}  # fmt: skip
+}
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
 _NUMBERS = {
-    **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))), "prompt": TEXT, "reward": NUMBER,
-    "score": or_null(NUMBER), "environment": list_of(INTEGER),
-}  # fmt: skip
+    **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))),
+    "prompt": TEXT,
+    "reward": NUMBER,
+    "score": or_null(NUMBER),
+    "environment": list_of(INTEGER),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run; ``name``: its folder's, made unique among the runs of a page; ``missing``: what the folder does not hold
-    or what of it cannot be read, as sentences; ``ledger``: what became of its prompts, likewise."""
+    """One run; ``name``: its folder's, made unique among the runs of a page; ``missing``: what the
+    folder does not hold or what of it cannot be read, as sentences; ``ledger``: what became of its
+    prompts, likewise."""
 
     name: str
     folder: Path
@@ -73,13 +79,17 @@ class Run:
 
     @property
     def start(self) -> Record:
-        """The last event of a start: options, versions, hardware, layout; empty if there is none."""
+        """The last event of a start: options, versions, hardware, layout; empty if there is
+        none."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     def values_of(self, option: str) -> list[str]:
-        """An option's value; of starts that have other values each with its steps; empty: no start has it."""
+        """An option's value; of starts that have other values each with its steps; empty: no start
+        has it."""
         starts = [start for start in self.starts if option in start.options]
-        texts = [json.dumps(start.options[option], ensure_ascii=False).strip('"') for start in starts]
+        texts = [
+            json.dumps(start.options[option], ensure_ascii=False).strip('"') for start in starts
+        ]
         if len({*texts}) < 2:
             return texts[:1]
         return [f"{text} ({start.steps})" for text, start in zip(texts, starts, strict=True)]
@@ -90,15 +100,20 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``finished``, ``failed``, ``interrupted``, ``no end`` (it goes on, or was killed), or ``unknown``."""
+        """``finished``, ``failed``, ``interrupted``, ``no end`` (it goes on, or was killed), or
+        ``unknown``."""
         if not self.events:
             return "unknown"
-        last = next((e["event"] for e in reversed(self.events) if e["event"] in _BEGINS | _ENDS.keys()), "start")
+        last = next(
+            (e["event"] for e in reversed(self.events) if e["event"] in _BEGINS | _ENDS.keys()),
+            "start",
+        )
         return _ENDS.get(last, "no end")
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """The runs of these folders, in order; InputError names all whose metrics.jsonl is not there, or cannot be read."""
+    """The runs of these folders, in order; InputError names all whose metrics.jsonl is not there,
+    or cannot be read."""
     runs, faults = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
@@ -123,9 +138,15 @@ def _names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        there = "it holds no metrics.jsonl" if folder.is_dir() else f"there is no such folder{similar_path(folder)}"
+        there = (
+            "it holds no metrics.jsonl"
+            if folder.is_dir()
+            else f"there is no such folder{similar_path(folder)}"
+        )
         there = "it is a file" if folder.is_file() else there
-        raise InputError(f"{folder} is not the folder of a run: {there}; give the folder of logger.metrics_path")
+        raise InputError(
+            f"{folder} is not the folder of a run: {there}; give the folder of logger.metrics_path"
+        )
     missing: list[str] = []
     records = read_metrics(metrics)
     if not records:
@@ -139,7 +160,8 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _ledger(path: Path, missing: list[str]) -> list[str]:
-    """What the check says; nothing of runs that have no ledger: supervised ones and those of earlier releases."""
+    """What the check says; nothing of runs that have no ledger: supervised ones and those of
+    earlier releases."""
     try:
         audit = Audit(path) if path.exists() else None
     except InputError as error:
@@ -149,9 +171,14 @@ def _ledger(path: Path, missing: list[str]) -> list[str]:
 
 
 def _optional(
-    path: Path, required: Mapping[str, Kind], optional: Mapping[str, Kind], missing: list[str], without: str
+    path: Path,
+    required: Mapping[str, Kind],
+    optional: Mapping[str, Kind],
+    missing: list[str],
+    without: str,
 ) -> list[Record]:
-    """Objects of a file that older runs do not have; what is wrong with it goes into ``missing``."""
+    """Objects of a file that older runs do not have; what is wrong with it goes into
+    ``missing``."""
     if not path.is_file():
         missing.append(f"The folder holds no {path.name}: {without}.")
         return []
@@ -166,13 +193,17 @@ def _optional(
         missing.append(f"{error}: {without}.")
         return []
     if faults:
-        missing.append(f"{path.name} has lines that cannot be used and are left out: {len(faults)}, first {faults[0]}.")
+        missing.append(
+            f"{path.name} has lines that cannot be used and are left out: {len(faults)}, first "
+            f"{faults[0]}."
+        )
     elif not found:
         missing.append(f"{path.name} is empty: {without}.")
     return found
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
+# ---- the page
+# --------------------------------------------------------------------------------------------------
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
@@ -180,8 +211,17 @@ _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS, _LISTED_FAULTS = 300, 20
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
-_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "eval/score_mean", "entropy/mean",
-             "response/length_mean", "loss/sft", "eval/loss", "time/step")  # fmt: skip
+_HEADLINES = (
+    "reward/mean",
+    "accuracy/mean",
+    "eval/accuracy",
+    "eval/score_mean",
+    "entropy/mean",
+    "response/length_mean",
+    "loss/sft",
+    "eval/loss",
+    "time/step",
+)
 _KEY_CURVES = (
     "reward/mean", "accuracy/mean", "eval/accuracy", "score/mean", "eval/score_mean", "entropy/mean",
     "entropy/completion_mean", "response/length_mean", "kl/rollout", "loss/policy", "loss/sft", "eval/loss",
@@ -199,9 +239,14 @@ Points = list[list[float | None]]
 Numbers = Sequence[float]
 
 
-def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[], float] = time.time) -> str:
-    """The page as text; ``smooth``: steps of the moving mean, None = a twentieth of the longest run, 1 = none."""
-    data = json.dumps(page_data(runs, smooth, now), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+def write_page(
+    runs: Sequence[Run], smooth: int | None = None, now: Callable[[], float] = time.time
+) -> str:
+    """The page as text; ``smooth``: steps of the moving mean, None = a twentieth of the longest
+    run, 1 = none."""
+    data = json.dumps(
+        page_data(runs, smooth, now), allow_nan=False, separators=(",", ":"), ensure_ascii=False
+    )
     # a completion may hold </script>, and line separators that are line ends to older parsers
     for character in "<>&\u2028\u2029":
         data = data.replace(character, f"\\u{ord(character):04x}")
@@ -214,48 +259,71 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
     window = smooth if smooth is not None else smoothing_window(longest)
     budget, names = _SAMPLED_TOKENS // len(runs), curve_names(runs)
     return {
-        "made": now(), "window": window, "buckets": BUCKETS, "runs": [_run(run, window, now()) for run in runs],
-        "charts": [_chart(name, runs, window) for name in names], "key": _key_curves(names), "at_k": _at_k(runs),
+        "made": now(),
+        "window": window,
+        "buckets": BUCKETS,
+        "runs": [_run(run, window, now()) for run in runs],
+        "charts": [_chart(name, runs, window) for name in names],
+        "key": _key_curves(names),
+        "at_k": _at_k(runs),
         "at_k_curves": [name for name in names if _AT_K.fullmatch(name)],
-        "phases": [_phases(run) for run in runs], "ranks": [_ranks(run) for run in runs],
-        "events": [_events(run) for run in runs], "options": _options(runs), "facts": _facts(runs),
-        "samples": [_samples(run, budget) for run in runs], "profile": [_profile(run) for run in runs],
+        "phases": [_phases(run) for run in runs],
+        "ranks": [_ranks(run) for run in runs],
+        "events": [_events(run) for run in runs],
+        "options": _options(runs),
+        "facts": _facts(runs),
+        "samples": [_samples(run, budget) for run in runs],
+        "profile": [_profile(run) for run in runs],
         "ledgers": [run.ledger for run in runs],
-    }  # fmt: skip
+    }
 
 
 def _run(run: Run, window: int, now: float) -> Record:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
     steps, options = run.steps, run.start.get("options", {})
-    due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
+    due = next(
+        (event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None
+    )
     model = options.get("actor.model_name_or_path") or options.get("model.model_name_or_path")
     about = [*run.values_of("algo.advantage.estimator"), model]
     return {
-        "name": run.name, "state": run.state,
+        "name": run.name,
+        "state": run.state,
         "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
-        "step": steps[-1]["step"] if steps else 0, "of": due, "seconds": max(times) - min(times) if times else 0,
+        "step": steps[-1]["step"] if steps else 0,
+        "of": due,
+        "seconds": max(times) - min(times) if times else 0,
         "silent": now - max(times) if times else None,
-        "label": next((record["label"] for record in reversed(run.records) if record.get("label")), ""),
-        "missing": run.missing, "clock": _clock(run),
+        "label": next(
+            (record["label"] for record in reversed(run.records) if record.get("label")), ""
+        ),
+        "missing": run.missing,
+        "clock": _clock(run),
         "numbers": [
             number
             for name in _HEADLINES
-            if (name not in _SCORES or _is_graded(run, name)) and (number := _first_and_last(run, name, window))
+            if (name not in _SCORES or _is_graded(run, name))
+            and (number := _first_and_last(run, name, window))
         ],
-        "failure": next((e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None)
-        if run.state == "failed" else None,
-    }  # fmt: skip
+        "failure": next(
+            (e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None
+        )
+        if run.state == "failed"
+        else None,
+    }
 
 
 def _clock(run: Run) -> Points:
-    """[step, seconds since the run's first line] at some steps: the time between them is interpolated."""
+    """[step, seconds since the run's first line] at some steps: the time between them is
+    interpolated."""
     times = {record["step"]: record["time"] for record in run.records if "time" in record}
     begin = min([*times.values(), *(event["time"] for event in run.events)], default=0.0)
     return thinned(list(times), [seconds - begin for seconds in times.values()])
 
 
 def _first_and_last(run: Run, name: str, window: int) -> Record | None:
-    """Means of the first and of the last values of a metric, which single steps would not tell; None without values.
+    """Means of the first and of the last values of a metric, which single steps would not tell;
+    None without values.
 
     A held-out accuracy or mean score has its standard error instead.
     """
@@ -263,21 +331,34 @@ def _first_and_last(run: Run, name: str, window: int) -> Record | None:
     if not present:
         return None
     error = f"{name}_stderr"
-    # of a short run at most a quarter on either side: otherwise the first and the last would be the same steps
-    count = 1 if error in present[-1] else max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
-    means = [moving_mean([record[name] for record in part], count)[-1] for part in (present[:count], present[-count:])]
+    # of a short run at most a quarter on either side: otherwise the first and the last would be the
+    # same steps
+    count = (
+        1 if error in present[-1] else max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
+    )
+    means = [
+        moving_mean([record[name] for record in part], count)[-1]
+        for part in (present[:count], present[-count:])
+    ]
     first, last = map(_number, means)
     stderr = _number(present[-1].get(error, math.nan))
     return {"name": name, "first": first, "last": last, "of": count, "stderr": stderr}
 
 
-# ---- curves ---------------------------------------------------------------------------------------------------------
+# ---- curves
+# --------------------------------------------------------------------------------------------------
 
 
 def curve_names(runs: Sequence[Run]) -> list[str]:
-    """Metrics of any run in the order of docs/metrics.md; those of single ranks have a place of their own."""
+    """Metrics of any run in the order of docs/metrics.md; those of single ranks have a place of
+    their own."""
     present = {name for run in runs for record in run.records for name in record}
-    present -= {"step", "time", "label", *(name for name in _SCORES if not any(_is_graded(run, name) for run in runs))}
+    present -= {
+        "step",
+        "time",
+        "label",
+        *(name for name in _SCORES if not any(_is_graded(run, name) for run in runs)),
+    }
     order = {metric.name: place for place, metric in enumerate(METRICS)}
 
     def key(name: str) -> tuple[Any, ...]:
@@ -287,16 +368,22 @@ def curve_names(runs: Sequence[Run]) -> list[str]:
             return where, found["set"] or "", int(found["k"])
         return where, name, 0
 
-    return sorted((name for name in present if not (name.startswith("rank/") and name.count("/") > 1)), key=key)
+    return sorted(
+        (name for name in present if not (name.startswith("rank/") and name.count("/") > 1)),
+        key=key,
+    )
 
 
 def _is_graded(run: Run, score: str) -> bool:
     """Whether a mean score is another number than the accuracy of the same completions."""
-    return any(score in record and record[score] != record.get(_SCORES[score]) for record in run.records)
+    return any(
+        score in record and record[score] != record.get(_SCORES[score]) for record in run.records
+    )
 
 
 def _metric_of(name: str) -> Metric | None:
-    """The metric of that name; of a named held-out set (``eval/NAME/accuracy``) that of the metric; of a family."""
+    """The metric of that name; of a named held-out set (``eval/NAME/accuracy``) that of the metric;
+    of a family."""
     plain = f"eval/{name.rpartition('/')[2]}" if name.startswith("eval/") else name
     for known in (name, plain, f"{plain.partition('@')[0]}@*", f"{name.partition('/')[0]}/*"):
         if known in _MEANINGS:
@@ -306,13 +393,22 @@ def _metric_of(name: str) -> Metric | None:
 
 def _key_curves(names: Sequence[str]) -> list[str]:
     """The curves in front, the accuracy of each named held-out set behind the mean of them."""
-    sets = [name for name in names if name.startswith("eval/") and name.endswith("/accuracy") and name.count("/") == 2]
-    keys = [key for name in _KEY_CURVES for key in ((name, *sets) if name == "eval/accuracy" else (name,))]
+    sets = [
+        name
+        for name in names
+        if name.startswith("eval/") and name.endswith("/accuracy") and name.count("/") == 2
+    ]
+    keys = [
+        key
+        for name in _KEY_CURVES
+        for key in ((name, *sets) if name == "eval/accuracy" else (name,))
+    ]
     return [name for name in keys if name in names]
 
 
 def _at_k(runs: Sequence[Run]) -> list[Record]:
-    """pass@k and maj@k over k of each held-out set, in the first and in the last evaluation of each run."""
+    """pass@k and maj@k over k of each held-out set, in the first and in the last evaluation of each
+    run."""
     plots: dict[tuple[str, str], list[Record]] = {}
     for number, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Points]] = {}  # of each plot, by step
@@ -320,43 +416,54 @@ def _at_k(runs: Sequence[Run]) -> list[Record]:
             for name in record:
                 if found := _AT_K.fullmatch(name):
                     by_step = points.setdefault((found["set"] or "", found["kind"]), {})
-                    by_step.setdefault(record["step"], []).append([int(found["k"]), _number(record[name])])
+                    by_step.setdefault(record["step"], []).append(
+                        [int(found["k"]), _number(record[name])]
+                    )
         for plot, by_step in points.items():
             for step in dict.fromkeys((min(by_step), max(by_step))):
                 line = {"run": number, "step": step, "first": step == min(by_step) != max(by_step)}
                 plots.setdefault(plot, []).append({**line, "points": sorted(by_step[step])})
     return [
         {
-            "title": f"{kind}@k" + (f" of {of}" if of else ""), "lines": lines,
+            "title": f"{kind}@k" + (f" of {of}" if of else ""),
+            "lines": lines,
             "name": f"eval/{of}/{kind}@k" if of else f"eval/{kind}@k",
         }
         for (of, kind), lines in plots.items()
-    ]  # fmt: skip
+    ]
 
 
 def _chart(name: str, runs: Sequence[Run], window: int) -> Record:
     metric = _metric_of(name)
     return {
-        "name": name, "level": _LEVELS.get(name), "unit": metric.unit if metric else "",
+        "name": name,
+        "level": _LEVELS.get(name),
+        "unit": metric.unit if metric else "",
         "meaning": metric.meaning.replace("`", "") if metric else "",
         "lines": [_line(run, name, window) for run in runs],
-    }  # fmt: skip
+    }
 
 
 def _line(run: Run, name: str, window: int) -> Record:
-    """A curve's points; where the run tells their standard errors, these instead of a moving mean."""
+    """A curve's points; where the run tells their standard errors, these instead of a moving
+    mean."""
     present = [record for record in run.records if name in record]
     steps, values = [record["step"] for record in present], [record[name] for record in present]
     raw = thinned(steps, values)
     errors = {r["step"]: _number(r[f"{name}_stderr"]) for r in present if f"{name}_stderr" in r}
     if errors:
         return {"raw": [[step, value, errors.get(step)] for step, value in raw], "smooth": []}
-    smoothed = moving_mean(values, window) if 1 < window < len(values) and len(values) >= SMOOTHED_FROM else []
+    smoothed = (
+        moving_mean(values, window)
+        if 1 < window < len(values) and len(values) >= SMOOTHED_FROM
+        else []
+    )
     return {"raw": raw, "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
 
 
 def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Points:
-    """[step, value] of the smallest and the largest value in each of ``buckets`` equal parts, and of both ends.
+    """[step, value] of the smallest and the largest value in each of ``buckets`` equal parts, and
+    of both ends.
 
     A curve with no more points than that stays as it is. What is not finite is null, a gap.
     """
@@ -383,7 +490,8 @@ def _number(value: float) -> float | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-# ---- phases, ranks --------------------------------------------------------------------------------------------------
+# ---- phases, ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def _phases(run: Run) -> Record:
@@ -394,14 +502,22 @@ def _phases(run: Run) -> Record:
     names = _STREAMED_PHASES if streams else _PHASES
     rows = [[step.get(f"time/{phase}", 0.0) for phase in names] for step in steps]
     # in a streaming run the wait for the sync is a part of time/sync, and nothing else overlaps
-    rows = [[*row, max(0.0, step["time/step"] - sum(row))] for row, step in zip(rows, steps, strict=True)]
+    rows = [
+        [*row, max(0.0, step["time/step"] - sum(row))]
+        for row, step in zip(rows, steps, strict=True)
+    ]
     size = max(1, math.ceil(len(rows) / BUCKETS))
     parts = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
     return {
-        "names": [*names, "other"], "streams": streams, "steps": [steps[part.start]["step"] for part in parts],
-        "rows": [[_number(sum(rows[i][c] for i in part) / len(part)) for c in range(len(names) + 1)] for part in parts],
+        "names": [*names, "other"],
+        "streams": streams,
+        "steps": [steps[part.start]["step"] for part in parts],
+        "rows": [
+            [_number(sum(rows[i][c] for i in part) / len(part)) for c in range(len(names) + 1)]
+            for part in parts
+        ],
         "mean": [_number(sum(column) / len(rows)) for column in zip(*rows, strict=True)],
-    }  # fmt: skip
+    }
 
 
 def _ranks(run: Run) -> list[Record]:
@@ -413,7 +529,9 @@ def _ranks(run: Run) -> list[Record]:
         {
             "rank": int(rank),
             "memory": _number(last.get(f"rank/{rank}/memory_gib", math.nan)),
-            "seconds": _number(sum(last.get(f"rank/{rank}/time_{phase}", 0.0) for phase in ("logprob", "train"))),
+            "seconds": _number(
+                sum(last.get(f"rank/{rank}/time_{phase}", 0.0) for phase in ("logprob", "train"))
+            ),
         }
         for rank in sorted(numbers, key=int)
     ]
@@ -424,11 +542,13 @@ def _profile(run: Run) -> list[Record]:
     return [{k: e[k] for k in shown if k in e} for e in run.events if e["event"] == "profile"]
 
 
-# ---- events, options ------------------------------------------------------------------------------------------------
+# ---- events, options
+# ------------------------------------------------------------------------------------------------
 
 
 def _events(run: Run) -> Record:
-    """Events to be listed, newest last; groups that were dropped or late are many, and are added up."""
+    """Events to be listed, newest last; groups that were dropped or late are many, and are added
+    up."""
     listed = [event for event in run.events if event["event"] not in _COUNTED]
     counts: dict[str, int] = {}
     for event in run.events:
@@ -458,13 +578,20 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "start": lambda e: f"to resume from step {e['resume_step']}" if e.get("resume_step") else "",
     "ready": lambda e: f"{len(e.get('processes', ()))} processes, {e.get('steps')} steps",
     "resumed": lambda e: f"from step {e.get('resume_step')}, {e.get('path')}",
-    "evaluation": lambda e: f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}"
-    + (f", mean score {e['score']:.3f}" if e.get("score", e.get("accuracy")) != e.get("accuracy") else ""),
+    "evaluation": lambda e: (
+        f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}"
+        + (
+            f", mean score {e['score']:.3f}"
+            if e.get("score", e.get("accuracy")) != e.get("accuracy")
+            else ""
+        )
+    ),
     "failure": lambda e: _short(e.get("error")),
     "restart": lambda e: f"{e.get('number')} of at most {e.get('most')}",
     "profile": lambda e: f"rank {e.get('rank')}, {e.get('trace')} on {e.get('host')}",
     "slow_rank": lambda e: (
-        f"policy rank {e.get('rank')} on {e.get('host')}, {e.get('over_mean', math.nan):.1f} times the mean"
+        f"policy rank {e.get('rank')} on {e.get('host')}, {e.get('over_mean', math.nan):.1f} "
+        "times the mean"
     ),
 }
 
@@ -484,7 +611,10 @@ def _options(runs: Sequence[Run]) -> list[Record]:
     rows = []
     for name in dict.fromkeys(name for one in options for name in one):
         found = [run.values_of(name) for run in runs]
-        values = [", ".join(one) or (_NO_OPTION if of else None) for one, of in zip(found, options, strict=True)]
+        values = [
+            ", ".join(one) or (_NO_OPTION if of else None)
+            for one, of in zip(found, options, strict=True)
+        ]
         is_set = any(key == name or key.startswith(f"{name}.") for keys in given for key in keys)
         known = {value for one in found for value in one}
         differs = len(known) > 1 or (is_set and _NO_OPTION in values)
@@ -507,16 +637,21 @@ def _fact(value: Any) -> str:
     return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
-# ---- completions ----------------------------------------------------------------------------------------------------
+# ---- completions
+# --------------------------------------------------------------------------------------------------
 
 
 def _samples(run: Run, budget: int) -> Record:
-    """Groups of completions of as many steps as the budget of tokens holds: the last one, the first, some between."""
+    """Groups of completions of as many steps as the budget of tokens holds: the last one, the
+    first, some between."""
     by_step: dict[int, list[Record]] = {}
     for sample in run.samples:
         by_step.setdefault(sample["step"], []).append(sample)
     steps = sorted(by_step)
-    sizes = {step: sum(min(len(s["tokens"]), _COMPLETION_TOKENS) for s in by_step[step]) for step in steps}
+    sizes = {
+        step: sum(min(len(s["tokens"]), _COMPLETION_TOKENS) for s in by_step[step])
+        for step in steps
+    }
     chosen = steps
     for stride in range(1, len(steps) + 1):
         chosen = sorted({steps[0], *steps[::-1][::stride]})
@@ -525,9 +660,10 @@ def _samples(run: Run, budget: int) -> Record:
     if sum(sizes[step] for step in chosen) > budget:
         chosen = steps[-1:]
     return {
-        "left_out": len(steps) - len(chosen), "cut": _COMPLETION_TOKENS,
+        "left_out": len(steps) - len(chosen),
+        "cut": _COMPLETION_TOKENS,
         "steps": [{"step": step, "groups": _groups(by_step[step])} for step in chosen],
-    }  # fmt: skip
+    }
 
 
 def _groups(samples: Sequence[Record]) -> list[Record]:
@@ -545,7 +681,9 @@ def _group(name: str, samples: Sequence[Record]) -> Record:
         if any(rows):
             quantities[key] = _colored(key, scale, rows)
     return {
-        "name": name, "prompt": samples[0].get("prompt", ""), "label": _label(samples[0].get("label")),
+        "name": name,
+        "prompt": samples[0].get("prompt", ""),
+        "label": _label(samples[0].get("label")),
         "quantities": quantities,
         "completions": [
             {
@@ -559,7 +697,7 @@ def _group(name: str, samples: Sequence[Record]) -> Record:
             }
             for sample, environment in zip(samples, written, strict=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def _label(value: Any) -> str | None:
@@ -570,7 +708,8 @@ def _label(value: Any) -> str | None:
 
 
 def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> Record:
-    """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and inks."""
+    """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and
+    inks."""
     values = tuple(tuple(value for value in row if value is not None) for row in rows)
     palette = Palette(Quantity(key, "", scale, values))
     colors: dict[tuple[str, str], int] = {}

@@ -1,4 +1,5 @@
-"""The command of the FP8 study as a user types it, here on the CPU; and what becomes of cells that fail or are late."""
+"""The command of the FP8 study as a user types it, here on the CPU; and what becomes of cells that
+fail or are late."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from tests.gpu.kit import Machine, Partly
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-LINEAR = "kinds: [linear]\nrecipes: [current]\nlinear: {tokens: 64, inputs: 128, outputs: 64, micro_batches: 2}\n"
+LINEAR = (
+    "kinds: [linear]\nrecipes: [current]\nlinear: {tokens: 64, inputs: 128, outputs: 64, "
+    "micro_batches: 2}\n"
+)
 
 WITHOUT = """
 import sys
@@ -63,14 +67,19 @@ class Study:
     def command(self, options: str, *arguments: str, **environment: str) -> tuple[int, str]:
         """As a user types it: exit code and what was printed."""
         done = subprocess.run(
-            ["bash", "examples/scripts/fp8_study.sh", *self.words(options, *arguments)], cwd=ROOT, timeout=PATIENCE_S,
-            env=os.environ | {"PYTHON": sys.executable} | environment, text=True, stdout=subprocess.PIPE,
+            ["bash", "examples/scripts/fp8_study.sh", *self.words(options, *arguments)],
+            cwd=ROOT,
+            timeout=PATIENCE_S,
+            env=os.environ | {"PYTHON": sys.executable} | environment,
+            text=True,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
         return done.returncode, done.stdout
 
     def main(self, options: str | None, *arguments: str) -> tuple[int, str]:
-        """The same without another process that imports torch; the cells have processes of their own."""
+        """The same without another process that imports torch; the cells have processes of their
+        own."""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             code = fp8_study.main(self.words(options, *arguments))
         return code, printed.getvalue()
@@ -90,23 +99,38 @@ def study(tmp_path: Path) -> Study:
 
 
 @pytest.mark.slow
-def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: Study, monkeypatch) -> None:
+def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(
+    study: Study, monkeypatch
+) -> None:
     options = (
-        "recipes: [current]\nlinear: {tokens: 64}\nproducts: {tokens: 64, tensor_parallel: [1], repeats: 1}\n"
-        "layers: {num_layers: 1, sequences: [32], tensor_parallel: [2], variants: [], repeats: 1}\n"
-        "run: {ways: [engines]}\n"
+        "recipes: [current]\nlinear: {tokens: 64}\nproducts: {tokens: 64, tensor_parallel: [1], "
+        "repeats: 1}\nlayers: {num_layers: 1, sequences: [32], tensor_parallel: [2], variants: "
+        "[], repeats: 1}\nrun: {ways: [engines]}\n"
     )
     (study.folder / "sitecustomize.py").write_text(WITHOUT)
-    code, text = study.command(options, "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(study.folder))
+    code, text = study.command(
+        options, "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(study.folder)
+    )
     elsewhere = ["engine/bf16", "engine/blockwise", "mismatch/emulated", "run/engines"]
-    names = ["linear/current", "products/current", "scaled_mm/blockwise", "scaled_mm/rowwise", "scaled_mm/tensorwise",
-             "layers/bf16/32/tp2", "layers/current/32/tp2", "layers/current_mlp/32/tp2", *elsewhere]  # fmt: skip
+    names = [
+        "linear/current",
+        "products/current",
+        "scaled_mm/blockwise",
+        "scaled_mm/rowwise",
+        "scaled_mm/tensorwise",
+        "layers/bf16/32/tp2",
+        "layers/current/32/tp2",
+        "layers/current_mlp/32/tp2",
+        *elsewhere,
+    ]
     assert code == 0 and list(study.statuses) == names, text
     others = {n for n, status in study.statuses.items() if status != "passed"}
     assert others == {"scaled_mm/blockwise", *elsewhere}, text
     cells = study.report["cells"]
     assert "not installed here: ray, vllm, openrlhf, transformers" in cells["run/engines"]["error"]
-    plain, fp8, mlp = (cells[f"layers/{way}/32/tp2"]["measured"] for way in ("bf16", "current", "current_mlp"))
+    plain, fp8, mlp = (
+        cells[f"layers/{way}/32/tp2"]["measured"] for way in ("bf16", "current", "current_mlp")
+    )
     assert mlp["recipe"] == "current hybrid fp32, MLPs only, EMULATED" and mlp["loss"] not in (
         plain["loss"],
         fp8["loss"],
@@ -121,31 +145,52 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: 
         assert fp8[name] > 0, name
     page = (study.out / "study.md").read_text()
     for said in (
-        "# FP8 study: EMULATED, on a CPU", "say nothing about the speed of a GPU", study.report["hardware"]["cpu"],
-        "Relative error", "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL", "An emulation recommends none",
+        "# FP8 study: EMULATED, on a CPU",
+        "say nothing about the speed of a GPU",
+        study.report["hardware"]["cpu"],
+        "Relative error",
+        "torch._scaled_mm on a CPU",
+        "mean abs dlogp",
+        "H200 NVL",
+        "An emulation recommends none",
         "| current | 32 | 2 | - |",
-    ):  # fmt: skip
+    ):
         assert said in page, said
     assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(fp8_study, "_NEEDS", dict.fromkeys(("engine", "mismatch", "run"), ("no_such_package",)))
+    monkeypatch.setattr(
+        fp8_study, "_NEEDS", dict.fromkeys(("engine", "mismatch", "run"), ("no_such_package",))
+    )
     code, text = study.main(options)
     assert code == 0 and len(text.splitlines()) == 1 + len(elsewhere), text
     again = study.report["cells"]
     asked = {again.pop(name)["error"] for name in elsewhere}
-    assert asked == {"not installed here: no_such_package (--bundle)"}, "packages may be there the next time"
-    assert again == {name: row for name, row in cells.items() if name not in elsewhere}, "nothing was measured again"
-    with pytest.raises(SettingsError, match="was measured with setting linear = (.|\n)*Name another folder with --out"):
+    assert asked == {"not installed here: no_such_package (--bundle)"}, (
+        "packages may be there the next time"
+    )
+    assert again == {name: row for name, row in cells.items() if name not in elsewhere}, (
+        "nothing was measured again"
+    )
+    with pytest.raises(
+        SettingsError,
+        match="was measured with setting linear = (.|\n)*Name another folder with --out",
+    ):
         study.main(options.replace("linear: {tokens: 64}", "linear: {tokens: 32}"))
 
 
 def test_time_that_is_up_ends_it_and_the_next_run_goes_on(study: Study) -> None:
     code, text = study.main(LINEAR, "--minutes", "0.05")
     assert code == 2 and set(study.statuses.values()) == {"not run"}, text
-    assert "the same command goes on" in text and "not run: time was up" in (study.out / "study.md").read_text()
+    assert (
+        "the same command goes on" in text
+        and "not run: time was up" in (study.out / "study.md").read_text()
+    )
     code, text = study.main(LINEAR, "--minutes", str(PATIENCE_S / 60))
     assert code == 0 and study.statuses == {"linear/current": "passed"}, text
     for row in study.report["cells"]["linear/current"]["measured"]["micro_batches"]:
-        assert row["emulation_against_peer"]["dw"] <= 1e-6 and 0.03 < row["emulation_against_exact"]["y"] < 0.045
+        assert (
+            row["emulation_against_peer"]["dw"] <= 1e-6
+            and 0.03 < row["emulation_against_exact"]["y"] < 0.045
+        )
 
 
 def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Study) -> None:
@@ -154,9 +199,14 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Stu
         code, text = study.main(LINEAR + "cell_seconds: 0.2\n", "--minutes", "5")
         row = study.report["cells"]["linear/current"]
         assert code == 1 and row["status"] == "failed" and "limit of 0.2 s" in row["error"], text
-        assert re.search(r"linear/current +failed +[\d.]+ s  it was ended", text), "it was tried again"
+        assert re.search(r"linear/current +failed +[\d.]+ s  it was ended", text), (
+            "it was tried again"
+        )
     page = (study.out / "study.md").read_text()
-    assert "## Cells without a result" in page and "| linear/current | failed | it was ended at its limit" in page
+    assert (
+        "## Cells without a result" in page
+        and "| linear/current | failed | it was ended at its limit" in page
+    )
 
 
 def test_layers_that_compute_what_unquantized_ones_do_have_failed() -> None:
@@ -173,22 +223,46 @@ def test_layers_that_compute_what_unquantized_ones_do_have_failed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("linear: {tokens: -3}", r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 128"),
-        ("linear: {token: 3}", r"there is no option linear\.token; these are known here: tokens, inputs"),
-        ("kinds: [speed]", "kinds must be a list of some of linear, products, layers, engine, mismatch, run, got"),
+        (
+            "linear: {tokens: -3}",
+            r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 128",
+        ),
+        (
+            "linear: {token: 3}",
+            r"there is no option linear\.token; these are known here: tokens, inputs",
+        ),
+        (
+            "kinds: [speed]",
+            "kinds must be a list of some of linear, products, layers, engine, mismatch, run, got",
+        ),
         ("recipes: [mxfp8]", "recipes must be a list of some of blockwise, current, delayed, got"),
         ("layers: 8", r"layers must have options of its own \(num_layers, .*\), got 8"),
         ("layers: {mlp: 100}", r"layers\.mlp must be a multiple of 16, got 100"),
-        ("layers: {tensor_parallel: [3]}", r"layers\.heads over 3 ranks must be a multiple of 16, got 85"),
-        ("layers: {tensor_parallel: [4]}", r"layers\.heads 2 must be a multiple of 4 ranks: choose fewer"),
-        ("layers: {variants: [fast]}", r"layers\.variants must be a list of some of recompute, many, or an empty one"),
+        (
+            "layers: {tensor_parallel: [3]}",
+            r"layers\.heads over 3 ranks must be a multiple of 16, got 85",
+        ),
+        (
+            "layers: {tensor_parallel: [4]}",
+            r"layers\.heads 2 must be a multiple of 4 ranks: choose fewer",
+        ),
+        (
+            "layers: {variants: [fast]}",
+            r"layers\.variants must be a list of some of recompute, many, or an empty one",
+        ),
         ("run: {ways: [fp4]}", r"run\.ways must be a list of some of none, engines, blockwise"),
-        ("products: {tensor_parallel: [3]}", r"products\.columns\.qkv over 3 ranks must be a multiple of 16, got 170"),
-        ("peak_bf16_tflops: fast", "peak_bf16_tflops must be a number above 0, or null for none, got 'fast'"),
+        (
+            "products: {tensor_parallel: [3]}",
+            r"products\.columns\.qkv over 3 ranks must be a multiple of 16, got 170",
+        ),
+        (
+            "peak_bf16_tflops: fast",
+            "peak_bf16_tflops must be a number above 0, or null for none, got 'fast'",
+        ),
         ("- a list", "must have options and their values"),
         ("a: [", "cannot be read as YAML"),
     ],
-)  # fmt: skip
+)
 def test_what_a_study_may_not_say(tmp_path: Path, options: str, message: str) -> None:
     file = tmp_path / "study.yaml"
     file.write_text(options)
@@ -213,7 +287,9 @@ def test_what_cannot_work_is_refused(study: Study, words: list[str], message: st
 def test_the_command_says_what_is_wrong_in_a_line(study: Study) -> None:
     code, text = study.command("linear: {tokens: 0}")
     assert code == 1 and not study.out.exists(), text
-    assert re.fullmatch(r"fp8_study: .*study.yaml: linear\.tokens must be a whole number.*\n", text), text
+    assert re.fullmatch(
+        r"fp8_study: .*study.yaml: linear\.tokens must be a whole number.*\n", text
+    ), text
 
 
 def test_a_share_of_another_gpus_peak_is_refused() -> None:
@@ -222,7 +298,9 @@ def test_a_share_of_another_gpus_peak_is_refused() -> None:
     asked = read_study(None, on_gpu=True)
     _require_peak(asked, [{"name": "NVIDIA H200"}])
     _require_peak(asked, [{"name": "a GPU of next year"}])
-    with pytest.raises(SettingsError, match="NVIDIA H20: 148 by its data sheet, got 989.5; give a STUDY.yaml"):
+    with pytest.raises(
+        SettingsError, match="NVIDIA H20: 148 by its data sheet, got 989.5; give a STUDY.yaml"
+    ):
         _require_peak(asked, [{"name": "NVIDIA H20"}])
 
 
@@ -230,10 +308,18 @@ def test_the_study_of_a_gpu_is_read_and_its_most_telling_cells_come_first() -> N
     cells = cells_of(read_study(None, on_gpu=True), build=True)
     assert [Cell.named(cell.name) for cell in cells] == cells, "a name says which cell it is"
     names = [cell.name for cell in cells]
-    assert names[:5] == ["build", "linear/blockwise", "linear/current", "linear/delayed", "linear/blockwise_pow2"]
+    assert names[:5] == [
+        "build",
+        "linear/blockwise",
+        "linear/current",
+        "linear/delayed",
+        "linear/blockwise_pow2",
+    ]
     ways = ("bf16", "blockwise", "current", "delayed")
     assert names[5:9] == [f"layers/{way}/8192" for way in ways]
-    assert names[9:15] == [f"layers/{way}/8192/tp8" for way in (*ways, "current_mlp", "blockwise_mlp")]
+    assert names[9:15] == [
+        f"layers/{way}/8192/tp8" for way in (*ways, "current_mlp", "blockwise_mlp")
+    ]
     lengths = dict.fromkeys(cell.tokens for cell in cells if cell.kind == "layers")
     assert list(lengths) == [8192, 16384, 4096, 32768]
     assert {cell.ranks for cell in cells if cell.tokens == 32768} == {1, 2, 4, 8}
@@ -246,7 +332,8 @@ def test_the_study_of_a_gpu_is_read_and_its_most_telling_cells_come_first() -> N
     assert variables["current"]["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "0"
 
 
-# ---- what a GPU's cells do, with a stand-in for TransformerEngine that rounds as it does ---------------------------
+# ---- what a GPU's cells do, with a stand-in for TransformerEngine that rounds as it does
+# ---------------------------
 
 
 class OnGPU(Machine):
@@ -256,14 +343,17 @@ class OnGPU(Machine):
 
 
 class StandIn:
-    """te.Linear, ``fp8_autocast`` and the recipes of TransformerEngine 2.11, as far as the study uses them."""
+    """te.Linear, ``fp8_autocast`` and the recipes of TransformerEngine 2.11, as far as the study
+    uses them."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.products, self.scales = Products(recipe), Products(recipe).scales()
         self.active, self.deaf = False, False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine, "linear", lambda inputs, outputs: StandInLinear(self, inputs, outputs))
+        monkeypatch.setattr(
+            engine, "linear", lambda inputs, outputs: StandInLinear(self, inputs, outputs)
+        )
         modules = {"transformer_engine": ModuleType("transformer_engine")}
         modules["transformer_engine.pytorch"] = SimpleNamespace(fp8_autocast=self.autocast)
         modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]
@@ -274,16 +364,24 @@ class StandIn:
 
     @staticmethod
     def recipes() -> SimpleNamespace:
-        """Scales as the environment said when this was made, as TransformerEngine takes them at its import."""
+        """Scales as the environment said when this was made, as TransformerEngine takes them at its
+        import."""
 
         def scaling(pow2: bool) -> type:
-            return type("Scaling", (SimpleNamespace,), {"fp8_quant_fwd_inp": SimpleNamespace(power_2_scale=pow2)})
+            return type(
+                "Scaling",
+                (SimpleNamespace,),
+                {"fp8_quant_fwd_inp": SimpleNamespace(power_2_scale=pow2)},
+            )
 
         return SimpleNamespace(
-            Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"), DelayedScaling=SimpleNamespace,
+            Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"),
+            DelayedScaling=SimpleNamespace,
             Float8BlockScaling=scaling(os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] != "1"),
-            Float8CurrentScaling=scaling(os.environ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"),
-        )  # fmt: skip
+            Float8CurrentScaling=scaling(
+                os.environ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"
+            ),
+        )
 
     @contextmanager
     def autocast(self, enabled: bool, fp8_recipe: SimpleNamespace) -> Iterator[None]:
@@ -293,7 +391,8 @@ class StandIn:
         self.update("x", "w")
 
     def update(self, *names: str) -> None:
-        """TransformerEngine's moments: at the end of the context, and of the backward pass for gradients."""
+        """TransformerEngine's moments: at the end of the context, and of the backward pass for
+        gradients."""
         for name in names:
             if name in self.scales:
                 self.scales[name].update(self.scales[name].history_A[0].clone())
@@ -325,7 +424,10 @@ class Rounded(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
         scales = ctx.scales | ctx.te.scale("dy", dy)
-        dx, dw = ctx.te.products.input_gradient(dy, w, scales), ctx.te.products.weight_gradient(dy, x, scales)
+        dx, dw = (
+            ctx.te.products.input_gradient(dy, w, scales),
+            ctx.te.products.weight_gradient(dy, x, scales),
+        )
         ctx.te.update("dy")
         return dx, dw.to(w.dtype), None
 
@@ -345,7 +447,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 def kernels(*seconds: float) -> dict[str, Any]:
     parts = zip(("logprobs", "forward_backward", "optimizer"), seconds, strict=True)
     return {
-        f"{part}_kernels": {"device_seconds": of, "groups": {"products": 0.75 * of, "norms": 0.25 * of}}
+        f"{part}_kernels": {
+            "device_seconds": of,
+            "groups": {"products": 0.75 * of, "norms": 0.25 * of},
+        }
         for part, of in parts
     }
 
@@ -353,20 +458,42 @@ def kernels(*seconds: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gains", "way", "why"),
     [
-        ({"current": 1.4, "blockwise": 1.2}, "current", "1.40 on the device, 1.40 by the clock; then blockwise 1.20"),
+        (
+            {"current": 1.4, "blockwise": 1.2},
+            "current",
+            "1.40 on the device, 1.40 by the clock; then blockwise 1.20",
+        ),
         ({"current": 0.9, "current_mlp": 1.15}, "current_mlp", "current_mlp: 1.15 on the device"),
-        ({"current": 1.05, "blockwise": 0.8}, "bf16", "none is above 1.05; current: 1.05 on the device"),
+        (
+            {"current": 1.05, "blockwise": 0.8},
+            "bf16",
+            "none is above 1.05; current: 1.05 on the device",
+        ),
         ({"delayed": float("nan")}, None, ""),
     ],
-)  # fmt: skip
-def test_the_recipe_to_take_is_the_fastest_that_is_worth_it(gains: dict[str, float], way: str | None, why: str) -> None:
+)
+def test_the_recipe_to_take_is_the_fastest_that_is_worth_it(
+    gains: dict[str, float], way: str | None, why: str
+) -> None:
     """By the cells alone; an earlier study without times of the device recommends nothing."""
-    plain = kernels(1.0, 2.0, 9.0) | {"logprobs_seconds": 1.0, "forward_backward_seconds": 2.0, "step_seconds": 11.0}
+    plain = kernels(1.0, 2.0, 9.0) | {
+        "logprobs_seconds": 1.0,
+        "forward_backward_seconds": 2.0,
+        "step_seconds": 11.0,
+    }
     cells = {"layers/bf16/64/tp8": plain}
     for name, gain in gains.items():
-        passes = {"logprobs_seconds": 1 / gain, "forward_backward_seconds": 2 / gain, "step_seconds": 9 + 2 / gain}
-        cells[f"layers/{name}/64/tp8"] = kernels(1 / gain, 2 / gain, 9.0) | passes if way else {"logprobs_seconds": 1.0}
-    found = choices({"cells": {name: {"status": "passed", "measured": of} for name, of in cells.items()}})
+        passes = {
+            "logprobs_seconds": 1 / gain,
+            "forward_backward_seconds": 2 / gain,
+            "step_seconds": 9 + 2 / gain,
+        }
+        cells[f"layers/{name}/64/tp8"] = (
+            kernels(1 / gain, 2 / gain, 9.0) | passes if way else {"logprobs_seconds": 1.0}
+        )
+    found = choices(
+        {"cells": {name: {"status": "passed", "measured": of} for name, of in cells.items()}}
+    )
     assert [(c.ranks, c.tokens, c.way) for c in found] == ([(8, 64, way)] if way else [])
     assert all(why in choice.why for choice in found), found
 
@@ -382,14 +509,19 @@ def test_an_fp8_engine_starts_generates_and_reloads(study: Study, monkeypatch) -
 
 
 def test_how_far_trainers_are_from_engines_by_what_the_policy_has_sampled() -> None:
-    found = runs.mismatch(Machine(torch.device("cpu"), None, PATIENCE_S), read_study(None, on_gpu=False))
+    found = runs.mismatch(
+        Machine(torch.device("cpu"), None, PATIENCE_S), read_study(None, on_gpu=False)
+    )
     gaps = {(row["trainer"], row["rollout"]): row["k3_rollout"] for row in found["cells"]}
     assert len(gaps) == 8 and gaps["fp32", "fp32"] == 0.0 < gaps["fp32", "blockwise"]
 
 
 def test_a_run_is_asked_for_what_its_name_says() -> None:
     """The runs themselves are cells of benchmarks/results/fp8_study_cpu.json."""
-    cpu, settings = Machine(torch.device("cpu"), None, PATIENCE_S), read_study(None, on_gpu=True)["run"]
+    cpu, settings = (
+        Machine(torch.device("cpu"), None, PATIENCE_S),
+        read_study(None, on_gpu=True)["run"],
+    )
     words = " ".join(runs._options(cpu, "current_mlp", Path("folder"), settings))
     assert "--fp8.enable true --fp8.recipe current --fp8.modules mlp --fp8.emulate true" in words
     words = " ".join(runs._options(CPU, "delayed", Path("folder"), settings))
@@ -399,78 +531,174 @@ def test_a_run_is_asked_for_what_its_name_says() -> None:
 def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     """Numbers that are made up: each has a place of its own on the page."""
     errors = {"y": 1e-4, "dx": 2e-4, "dw": 3e-4}
-    linear_row = {"micro_batch": 0, "emulation_against_exact": errors, "emulation_against_peer": errors}
+    linear_row = {
+        "micro_batch": 0,
+        "emulation_against_exact": errors,
+        "emulation_against_peer": errors,
+    }
     product = {
-        "name": "qkv", "ranks": 8, "inputs": 5120, "outputs": 896, "forward_seconds": 1e-3, "backward_seconds": 2e-3,
-        "step_seconds": 3e-3, "bf16_step_seconds": 4.5e-3, "tflops": 1001, "bf16_tflops": 667, "ratio": 1.5,
-    }  # fmt: skip
+        "name": "qkv",
+        "ranks": 8,
+        "inputs": 5120,
+        "outputs": 896,
+        "forward_seconds": 1e-3,
+        "backward_seconds": 2e-3,
+        "step_seconds": 3e-3,
+        "bf16_step_seconds": 4.5e-3,
+        "tflops": 1001,
+        "bf16_tflops": 667,
+        "ratio": 1.5,
+    }
     bare = {"name": "qkv", "ranks": 8, "product": "dgrad"}
     layers = {
-        "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0],
-        "train_tokens_per_second": 3333, "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999,
-        "train_tflops": 500.0, "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525,
+        "recipe": "none",
+        "loss": 10.0,
+        "gradient_norm": 2.0,
+        "logprobs": [-9.0, -10.0],
+        "train_tokens_per_second": 3333,
+        "step_tokens_per_second": 3000,
+        "logprobs_tokens_per_second": 9999,
+        "train_tflops": 500.0,
+        "logprobs_tflops": 510.0,
+        "train_mfu_bf16": 0.505,
+        "train_mfu_fp8": 0.2525,
         "logprobs_mfu_bf16": 0.515,
-        "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
-        "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
-    }  # fmt: skip
-    layers |= kernels(6e-3, 12e-3, 2e-3) | {"logprobs_seconds": 7e-3, "forward_backward_seconds": 13e-3,
-                                            "step_seconds": 16e-3}  # fmt: skip
+        "logprobs_mfu_fp8": 0.2575,
+        "step_allocated_bytes": 77 * 2**30,
+        "step_reserved_bytes": 88 * 2**30,
+        "whole_train_tokens_per_second": 444,
+        "whole_logprobs_tokens_per_second": 1234,
+    }
+    layers |= kernels(6e-3, 12e-3, 2e-3) | {
+        "logprobs_seconds": 7e-3,
+        "forward_backward_seconds": 13e-3,
+        "step_seconds": 16e-3,
+    }
     fp8 = (
         layers
         | kernels(4e-3, 8e-3, 2e-3)
-        | {"recipe": "blockwise e4m3 fp32", "loss": 10.01, "logprobs": [-9.5, -10.0], "gradient_norm": 2.02}
+        | {
+            "recipe": "blockwise e4m3 fp32",
+            "loss": 10.01,
+            "logprobs": [-9.5, -10.0],
+            "gradient_norm": 2.02,
+        }
     )
     cells = {
         "linear/blockwise": {"peer": "te.Linear", "bound": 7e-3, "micro_batches": [linear_row]},
         "products/blockwise": {"what": "te.Linear", "rows": [product], "ratio_of_sums": 1.41},
-        "scaled_mm/rowwise": {"rows": [bare | {"error": "refused"}, bare | {
-            "seconds": 1e-3, "tflops": 900.0, "bf16_tflops": 600.0, "ratio": 1.53, "relative_error": 1e-3}]},
-        "layers/bf16/4096": layers, "layers/blockwise/4096": fp8,
-        "engine/blockwise": {"start_seconds": 31.5, "first_batch_seconds": 12.25, "reload_seconds": 1.5},
-        "mismatch/emulated": {"cells": [{"trainer": way, "rollout": "blockwise", "k3_rollout": gap, "mean_abs": 0.1}
-                               for way, gap in (("bf16", 4e-3), ("blockwise", 1e-3))]},
-        "run/none": {"label": "", "last_step_seconds": {"step": 9.5, "train": 4.5}, "kl/rollout": 7e-4,
-                     "mismatch/mean_abs": 3e-2},
-    }  # fmt: skip
+        "scaled_mm/rowwise": {
+            "rows": [
+                bare | {"error": "refused"},
+                bare
+                | {
+                    "seconds": 1e-3,
+                    "tflops": 900.0,
+                    "bf16_tflops": 600.0,
+                    "ratio": 1.53,
+                    "relative_error": 1e-3,
+                },
+            ]
+        },
+        "layers/bf16/4096": layers,
+        "layers/blockwise/4096": fp8,
+        "engine/blockwise": {
+            "start_seconds": 31.5,
+            "first_batch_seconds": 12.25,
+            "reload_seconds": 1.5,
+        },
+        "mismatch/emulated": {
+            "cells": [
+                {"trainer": way, "rollout": "blockwise", "k3_rollout": gap, "mean_abs": 0.1}
+                for way, gap in (("bf16", 4e-3), ("blockwise", 1e-3))
+            ]
+        },
+        "run/none": {
+            "label": "",
+            "last_step_seconds": {"step": 9.5, "train": 4.5},
+            "kl/rollout": 7e-4,
+            "mismatch/mean_abs": 3e-2,
+        },
+    }
     spans = dict.fromkeys(
-        ("sm_mhz", "memory_mhz", "watts", "celsius"), {"min": 1500.0, "median": 1777.0, "max": 1980.0}
+        ("sm_mhz", "memory_mhz", "watts", "celsius"),
+        {"min": 1500.0, "median": 1777.0, "max": 1980.0},
     )
     gpu = {"samples": 9, "busy_samples": 7, **spans}
-    machine = {"gpus": [{"name": "NVIDIA H200", "power.limit": "700.00 W"}], "cpu": "a CPU", "cores": 16}
+    machine = {
+        "gpus": [{"name": "NVIDIA H200", "power.limit": "700.00 W"}],
+        "cpu": "a CPU",
+        "cores": 16,
+    }
     report = {
-        "started": "today", "emulated": False, "hardware": machine, "versions": {"torch": "2.11.0", "ray": None},
-        "commit": {"commit": "abc", "dirty": False}, "settings": read_study(None, on_gpu=True),
-        "cells": {name: {"status": "passed", "measured": found, "gpu": gpu} for name, found in cells.items()}
-        | {"layers/delayed/4096": {"status": "failed", "error": "Traceback\nOutOfMemoryError: a | b"}},
-    }  # fmt: skip
+        "started": "today",
+        "emulated": False,
+        "hardware": machine,
+        "versions": {"torch": "2.11.0", "ray": None},
+        "commit": {"commit": "abc", "dirty": False},
+        "settings": read_study(None, on_gpu=True),
+        "cells": {
+            name: {"status": "passed", "measured": found, "gpu": gpu}
+            for name, found in cells.items()
+        }
+        | {
+            "layers/delayed/4096": {
+                "status": "failed",
+                "error": "Traceback\nOutOfMemoryError: a | b",
+            }
+        },
+    }
     assert write_report(tmp_path, report) == [tmp_path / "study.md", tmp_path / "study.png"]
     page = (tmp_path / "study.md").read_text()
     for said in (
-        "Measured on **GPU: NVIDIA H200**", "power.limit 700.00 W", "| blockwise | 1.41 | 1.40 |", "| 1.50 |",
+        "Measured on **GPU: NVIDIA H200**",
+        "power.limit 700.00 W",
+        "| blockwise | 1.41 | 1.40 |",
+        "| 1.50 |",
         "refused",
-        "| 50.5% | 25.2% |", "| 77.0 | 88.0 |", "| +1.00e-03 |", "| +1.00e-02 | 2.50e-01 |",
+        "| 50.5% | 25.2% |",
+        "| 77.0 | 88.0 |",
+        "| +1.00e-03 |",
+        "| +1.00e-02 | 2.50e-01 |",
         "Extrapolated, not measured",
-        "| 444 | 1234 |", "989.5 (BF16), 1979.0 (FP8)",
-        "| 1 | 4096 | **blockwise** | blockwise: 1.50 on the device, 1.00 by the clock; the host cannot keep up with",
-        "| blockwise | 4096 | 1 | - | 23.000 | 14.000 | 30% | 57% | 13% | products 75%, norms 25% | 1.50 | 1.00 |",
-        "Closest to FP8 engines, emulated: blockwise (kl/rollout 1.00e-03)", "| blockwise | 31.5 | 12.25 | - |",
+        "| 444 | 1234 |",
+        "989.5 (BF16), 1979.0 (FP8)",
+        "| 1 | 4096 | **blockwise** | blockwise: 1.50 on the device, 1.00 by the clock; the "
+        "host cannot keep up with",
+        "| blockwise | 4096 | 1 | - | 23.000 | 14.000 | 30% | 57% | 13% | products 75%, norms "
+        "25% | 1.50 | 1.00 |",
+        "Closest to FP8 engines, emulated: blockwise (kl/rollout 1.00e-03)",
+        "| blockwise | 31.5 | 12.25 | - |",
         "| none | 9.5 | - | - | 4.5 | - | 7.00e-04 | 3.00e-02 |",
         "| layers/bf16/4096 | 7 | 1500 / 1777 / 1980 |",
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
-    ):  # fmt: skip
+    ):
         assert said in page, f"{said}\n{page}"
     assert page.startswith("# FP8 study\n") and "EMULATED, on a CPU" not in page
 
 
 CPU = OnGPU(torch.device("cpu"), None, PATIENCE_S)
 LAYER = {
-    "tokens": 128, "inputs": 256, "outputs": 128, "micro_batches": 3, "bound": 2e-3, "bound_of_fp32_blocks": 7e-3,
-}  # fmt: skip
-PRODUCTS = {"tokens": 128, "tensor_parallel": [1], "repeats": 1, "columns": {"qkv": [128, 256]}, "rows": {}}
+    "tokens": 128,
+    "inputs": 256,
+    "outputs": 128,
+    "micro_batches": 3,
+    "bound": 2e-3,
+    "bound_of_fp32_blocks": 7e-3,
+}
+PRODUCTS = {
+    "tokens": 128,
+    "tensor_parallel": [1],
+    "repeats": 1,
+    "columns": {"qkv": [128, 256]},
+    "rows": {},
+}
 
 
 @pytest.mark.parametrize("way", RECIPES)
-def test_the_engines_layer_is_held_against_the_emulation_micro_batch_by_micro_batch(stand_in, way: str) -> None:
+def test_the_engines_layer_is_held_against_the_emulation_micro_batch_by_micro_batch(
+    stand_in, way: str
+) -> None:
     stand_in(way)
     found = linear.measure(CPU, RECIPES[way], LAYER)
     assert found["peer"] == "te.Linear" and len(found["micro_batches"]) == 3
@@ -480,7 +708,9 @@ def test_the_engines_layer_is_held_against_the_emulation_micro_batch_by_micro_ba
 def test_an_engine_that_rounds_otherwise_or_not_at_all_fails(stand_in) -> None:
     te = stand_in("current")
     te.products = Products(RECIPES["blockwise"])
-    with pytest.raises(Partly, match="te.Linear is .* away from the emulation, at most 0.002 is allowed") as caught:
+    with pytest.raises(
+        Partly, match="te.Linear is .* away from the emulation, at most 0.002 is allowed"
+    ) as caught:
         linear.measure(CPU, RECIPES["current"], LAYER)
     assert caught.value.measured["worst_against_peer"] > 0.01
     te.deaf = True
@@ -506,7 +736,9 @@ def test_the_engines_products_are_timed_beside_bf16(stand_in, way: str) -> None:
     assert row["tflops"] == pytest.approx(3 * 2 * 128 * 128 * 256 / row["step_seconds"] / 1e12)
 
 
-def test_a_product_that_is_wrong_or_refused_is_a_row_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_is_wrong_or_refused_is_a_row_and_the_others_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
     assert [row["product"] for row in found["rows"]] == ["forward", "dgrad", "wgrad"]
     real = torch.nn.functional.scaled_mm
@@ -515,16 +747,23 @@ def test_a_product_that_is_wrong_or_refused_is_a_row_and_the_others_are_kept(mon
         return real(a, *others, **named) * (2 if a.shape == (256, 128) else 1)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", sometimes_wrong)
-    with pytest.raises(Partly, match="1 of 3 products: qkv over 1 ranks, wgrad: relative error 1") as caught:
+    with pytest.raises(
+        Partly, match="1 of 3 products: qkv over 1 ranks, wgrad: relative error 1"
+    ) as caught:
         products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
     assert ["error" in row for row in caught.value.measured["rows"]] == [False, False, True]
 
 
-def test_scales_of_blocks_have_the_layout_that_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ScaledBlas.cpp: (M, K / 128) with strides (1, M); tiles (K / 128 padded to 4, N / 128) with strides (1, that)."""
+def test_scales_of_blocks_have_the_layout_that_torch_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ScaledBlas.cpp: (M, K / 128) with strides (1, M); tiles (K / 128 padded to 4, N / 128) with
+    strides (1, that)."""
     seen: list[Any] = []
 
-    def product(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **_: Any) -> Tensor:
+    def product(
+        a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **_: Any
+    ) -> Tensor:
         seen.append((b_kind.name, a_scale.shape, a_scale.stride(), b_scale.shape, b_scale.stride()))
         return torch.zeros(a.shape[0], b.shape[1])
 
@@ -537,4 +776,4 @@ def test_scales_of_blocks_have_the_layout_that_torch_asks_for(monkeypatch: pytes
     assert seen == [
         ("BlockWise128x128", (256, 5), (1, 256), (8, 3), (1, 8)),
         ("BlockWise1x128", (256, 5), (1, 256), (384, 5), (1, 384)),
-    ]  # fmt: skip
+    ]

@@ -20,13 +20,31 @@ def policy(tmp_path_factory) -> Path:
 @pytest.fixture
 def arguments(policy, tmp_path) -> list[str]:
     path = tmp_path / "rollouts.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": "1+1=", "token_ids": list(range(n, n + 20))}) for n in (3, 40)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"prompt": "1+1=", "token_ids": list(range(n, n + 20))}) for n in (3, 40)
+        )
+    )
     return ["--model", str(policy), "--rollouts", str(path)]
 
 
 def test_table_file_and_figure(arguments, tmp_path, capsys):
     out, png = tmp_path / "out.json", tmp_path / "folder" / "out.png"
-    assert main([*arguments, "--trainer_tp", "2", "--per_layer", "--json", str(out), "--figure", str(png)]) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--trainer_tp",
+                "2",
+                "--per_layer",
+                "--json",
+                str(out),
+                "--figure",
+                str(png),
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("EMULATED, 40 tokens, trainer TP 2, engine TP 1\n")
     assert "cut different 128x128 tiles of model.layers.*.self_attn.q_proj.weight" in text
@@ -44,7 +62,10 @@ def test_table_file_and_figure(arguments, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["--model", "org/name"], "--model must be a folder with a Hugging Face checkpoint: org/name is none"),
+        (
+            ["--model", "org/name"],
+            "--model must be a folder with a Hugging Face checkpoint: org/name is none",
+        ),
         (["--trainer_tp", "3"], "the trainer's tensor-parallel size 3 does not divide num_heads 4"),
         (["--rollouts", "nowhere.jsonl"], "No such file"),
     ],

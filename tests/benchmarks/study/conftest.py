@@ -1,4 +1,5 @@
-"""Makes the toy policy importable, and lets no method of a study stay behind in the test process."""
+"""Makes the toy policy importable, and lets no method of a study stay behind in the test
+process."""
 
 from __future__ import annotations
 

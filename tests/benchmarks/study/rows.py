@@ -9,7 +9,9 @@ from benchmarks.study.settings import Study
 STEPS = 4
 
 
-def row(cell: str, seed: int, level: float, rate: float | None = None, **curves: list[float]) -> dict[str, Any]:
+def row(
+    cell: str, seed: int, level: float, rate: float | None = None, **curves: list[float]
+) -> dict[str, Any]:
     """A run whose accuracy was the same at every step."""
     steps: dict[str, list[float]] = {
         "accuracy": [level] * STEPS,
@@ -45,15 +47,30 @@ def row(cell: str, seed: int, level: float, rate: float | None = None, **curves:
     }
 
 
-def study(contrasts: dict[str, dict[str, Any]], seeds: int = 8, gates: list[dict[str, Any]] | None = None) -> Study:
+def study(
+    contrasts: dict[str, dict[str, Any]], seeds: int = 8, gates: list[dict[str, Any]] | None = None
+) -> Study:
     """Cells a and b on one task, c and d on it with two learning rates."""
     rates = {"learning_rates": [1e-4, 1e-3]}
     return Study.model_validate(
         {
-            "tasks": {"t": {"maker": "make.py", "steps": STEPS, "seeds": seeds, "gates": gates or []}},
-            "cells": {"a": {"task": "t"}, "b": {"task": "t"}, "c": {"task": "t", **rates}, "d": {"task": "t", **rates}},
+            "tasks": {
+                "t": {"maker": "make.py", "steps": STEPS, "seeds": seeds, "gates": gates or []}
+            },
+            "cells": {
+                "a": {"task": "t"},
+                "b": {"task": "t"},
+                "c": {"task": "t", **rates},
+                "d": {"task": "t", **rates},
+            },
             "contrasts": {
-                name: {"cells": ["a", "b"], "outcome": "mean_accuracy", "margin": 0.05, "claim": "better", **given}
+                name: {
+                    "cells": ["a", "b"],
+                    "outcome": "mean_accuracy",
+                    "margin": 0.05,
+                    "claim": "better",
+                    **given,
+                }
                 for name, given in contrasts.items()
             },
         }

@@ -1,6 +1,8 @@
-"""A study's maker in a few seconds: a policy of two layers that has learned its problems, half of the answers wrong.
+"""A study's maker in a few seconds: a policy of two layers that has learned its problems, half of
+the answers wrong.
 
-It stands in for examples/python/toy_policy.py, whose warm start (tests/examples) takes a minute for each seed.
+It stands in for examples/python/toy_policy.py, whose warm start (tests/examples) takes a minute for
+each seed.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ def completions(problem: toy_task.Problem, choose: random.Random) -> list[str]:
     ]
 
 
-def train(model: torch.nn.Module, rows: list[tuple[list[int], list[int]]], choose: random.Random) -> None:
+def train(
+    model: torch.nn.Module, rows: list[tuple[list[int], list[int]]], choose: random.Random
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(STEPS):
         batch = choose.sample(rows, 24)
         longest = max(len(asked) + len(answer) for asked, answer in batch)
-        ids, labels = torch.zeros(len(batch), longest, dtype=torch.long), torch.full((len(batch), longest), -100)
+        ids, labels = (
+            torch.zeros(len(batch), longest, dtype=torch.long),
+            torch.full((len(batch), longest), -100),
+        )
         for row, (asked, answer) in enumerate(batch):
             end = len(asked) + len(answer)
             ids[row, :end] = torch.tensor(asked + answer)

@@ -1,4 +1,5 @@
-"""``study.sh`` as it is typed; its ``main`` in this process, where shell and import of torch prove nothing more."""
+"""``study.sh`` as it is typed; its ``main`` in this process, where shell and import of torch prove
+nothing more."""
 
 from __future__ import annotations
 
@@ -52,14 +53,23 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def table(out: Path) -> list[str]:
     """Without the line of times."""
-    return [line for line in (out / "table.md").read_text().splitlines() if "hours of runs" not in line]
+    return [
+        line for line in (out / "table.md").read_text().splitlines() if "hours of runs" not in line
+    ]
 
 
 def small() -> dict[str, Any]:
     """Smoke with a policy that is made in seconds, and short evaluations."""
     study = yaml.safe_load(SMOKE.read_text())
-    study["tasks"]["fork"]["maker"] = str(Path(__file__).with_name("small_policy.py").relative_to(ROOT))
-    study["tasks"]["fork"]["evaluation"] = {"every": 2, "problems": 4, "last_problems": 8, "samples": 2}
+    study["tasks"]["fork"]["maker"] = str(
+        Path(__file__).with_name("small_policy.py").relative_to(ROOT)
+    )
+    study["tasks"]["fork"]["evaluation"] = {
+        "every": 2,
+        "problems": 4,
+        "last_problems": 8,
+        "samples": 2,
+    }
     return study
 
 
@@ -94,13 +104,20 @@ def main(capsys: pytest.CaptureFixture[str]) -> Main:
 def test_a_study_leaves_tables_figures_and_a_page(whole):
     out, _ = whole
     found = rows(out)
-    assert sorted((row["cell"], row["seed"]) for row in found) == [(cell, seed) for cell in CELLS for seed in (0, 1)]
-    assert all(row["commit"] and row["hardware"] and len(row["steps"]["accuracy"]) == 4 for row in found)
+    assert sorted((row["cell"], row["seed"]) for row in found) == [
+        (cell, seed) for cell in CELLS for seed in (0, 1)
+    ]
+    assert all(
+        row["commit"] and row["hardware"] and len(row["steps"]["accuracy"]) == 4 for row in found
+    )
     assert {row["weights"] for row in found if row["seed"] == 0} != {
         row["weights"] for row in found if row["seed"] == 1
     }
     text = (out / "table.md").read_text()
-    assert "4 of 6 runs: **not complete**" in text and "| gtpo_entropy - dapo | mean_accuracy, points | 2 |" in text
+    assert (
+        "4 of 6 runs: **not complete**" in text
+        and "| gtpo_entropy - dapo | mean_accuracy, points | 2 |" in text
+    )
     page = (out / "study.html").read_text()
     assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) == 3
     assert page.count("<table>") == page.count("</table>") == text.count("\n|---") > 0
@@ -164,15 +181,26 @@ def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, main, out, tmp_pat
     samples = [json.loads(line) for line in (job / "samples.jsonl").read_text().splitlines()]
     problems = load_problems(out / "policies" / "fork-s0" / "data" / "train.jsonl")
     random.Random(0).shuffle(problems)  # by the run's seed, as a run in one process does
-    assert {sample["prompt"] for sample in samples} == {problem.prompt for problem in problems[:32]}, "4 steps of 8"
+    assert {sample["prompt"] for sample in samples} == {
+        problem.prompt for problem in problems[:32]
+    }, "4 steps of 8"
     assert row["steps"].keys() >= local["steps"].keys()
     assert all(len(values) == 4 for values in row["steps"].values())
-    assert [(each["step"], each["problems"]) for each in row["evaluations"]] == [(0, 8), (2, 8), (4, 8)]
-    assert {"accuracy", "length", "pass@1", "pass@2"} < row["evaluations"][0].keys() - {"greedy_accuracy"}
+    assert [(each["step"], each["problems"]) for each in row["evaluations"]] == [
+        (0, 8),
+        (2, 8),
+        (4, 8),
+    ]
+    assert {"accuracy", "length", "pass@1", "pass@2"} < row["evaluations"][0].keys() - {
+        "greedy_accuracy"
+    }
     assert not list(job.glob("*.safetensors")), "dozens of runs would fill a disk"
-    # of the same policy on 64 completions, drawn by other samplers: shares of two such draws are 0.09 apart (one sigma)
+    # of the same policy on 64 completions, drawn by other samplers: shares of two such draws are
+    # 0.09 apart (one sigma)
     for name, bound in {"entropy": 0.1, "length": 0.1, "short": 0.3}.items():
-        assert row["steps"][name][0] == pytest.approx(local["steps"][name][0], rel=0.35, abs=bound), name
+        assert row["steps"][name][0] == pytest.approx(
+            local["steps"][name][0], rel=0.35, abs=bound
+        ), name
 
 
 def test_a_plan_says_how_long_it_takes_and_keeps_nothing(whole, main, tmp_path):
@@ -192,7 +220,9 @@ def test_a_probe_says_how_far_gradients_point_apart(whole, main, out):
     assert [number.split()[0] for number in shown["dapo_again"]] == ["1.000"] * 4
     seeds = json.loads((out / "probe.json").read_text())["seeds"]
     assert sorted(seeds) == ["0", "1"]
-    places = [[row for row in rows if row["step"] == step] for rows in seeds.values() for step in (0, 2)]
+    places = [
+        [row for row in rows if row["step"] == step] for rows in seeds.values() for step in (0, 2)
+    ]
     found = [{row["cell"]: row["cosine"] for row in rows} for rows in places]
     assert all(len(cosines) == 3 for cosines in found)
     # so few completions may all be wrong, and there is no gradient then
@@ -200,7 +230,9 @@ def test_a_probe_says_how_far_gradients_point_apart(whole, main, out):
     assert compared
     for cosines in compared:
         assert cosines["dapo_again"] == pytest.approx(1.0)
-        assert abs(cosines["the same method on another rollout"]) < cosines["gtpo_entropy"] < 0.99999
+        assert (
+            abs(cosines["the same method on another rollout"]) < cosines["gtpo_entropy"] < 0.99999
+        )
     code, _, complaints = main(whole[1], out, "--probe", "grpo")
     assert code == 2 and "--probe must name a cell" in complaints and "got grpo" in complaints
 
@@ -230,7 +262,11 @@ def test_a_word_that_is_close_is_offered_and_the_status_is_2(words, said, monkey
 
 def test_every_fault_of_a_study_is_reported_at_once(main, tmp_path, monkeypatch):
     study = yaml.safe_load(SMOKE.read_text())
-    study["cells"]["dapo"]["options"] |= {"vllm.num_engines": 2, "train.seed": 3, "algo.dapo.clip_lo": 0.1}
+    study["cells"]["dapo"]["options"] |= {
+        "vllm.num_engines": 2,
+        "train.seed": 3,
+        "algo.dapo.clip_lo": 0.1,
+    }
     study["cells"]["dapo_again"]["task"] = "forks"
     study["contrasts"]["A/A"]["outcome"] = "accuracy"
     study["tasks"]["fork"]["maker"] = "nowhere.py"
@@ -241,8 +277,15 @@ def test_every_fault_of_a_study_is_reported_at_once(main, tmp_path, monkeypatch)
     assert "nowhere.py is not there" in complaints
     assert "cells.dapo_again.task must be one of fork, got 'forks'" in complaints
     study["cells"]["dapo_again"]["task"] = "fork"
-    study["cells"]["stack"] = {"task": "fork", "backend": "stack", "options": {"vllm.num_engines": 1, "eval.steps": 2}}
-    study["contrasts"]["tuned"] = study["contrasts"]["A/A"] | {"outcome": "mean_accuracy", "tuned_on": 2}
+    study["cells"]["stack"] = {
+        "task": "fork",
+        "backend": "stack",
+        "options": {"vllm.num_engines": 1, "eval.steps": 2},
+    }
+    study["contrasts"]["tuned"] = study["contrasts"]["A/A"] | {
+        "outcome": "mean_accuracy",
+        "tuned_on": 2,
+    }
     path.write_text(yaml.safe_dump(study))
     monkeypatch.chdir(ROOT)
     with pytest.raises(StudyError) as error:
@@ -268,11 +311,20 @@ def test_the_studies_that_are_shipped_can_be_read(name, monkeypatch):
         maker, *words = shlex.split(task.maker or "examples/python/toy_policy.py")
         # the smaller maker above stands in for the first; the second takes no words
         assert Path(maker).stem in ("toy_policy", "real_task")
-        assert Path(maker).stem == "real_task" or toy_policy._parse_arguments([*words, "--output_dir", "out"])
+        assert Path(maker).stem == "real_task" or toy_policy._parse_arguments(
+            [*words, "--output_dir", "out"]
+        )
 
 
-def test_the_study_of_ones_own_in_the_documents_can_be_read_and_every_key_is_explained(tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "science.md").read_text().split("## A study of your own")[1].split("## Statistics")[0]
+def test_the_study_of_ones_own_in_the_documents_can_be_read_and_every_key_is_explained(
+    tmp_path, monkeypatch
+):
+    text = (
+        (ROOT / "docs" / "science.md")
+        .read_text()
+        .split("## A study of your own")[1]
+        .split("## Statistics")[0]
+    )
     (tmp_path / "my_study.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     for path in ("models/my_model", "data"):
         (tmp_path / path).mkdir(parents=True)

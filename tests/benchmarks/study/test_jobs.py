@@ -25,7 +25,9 @@ run_jobs([Job("one", [sys.executable, "-c", code], folder / "log", lambda *_: No
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_study_that_is_told_to_end_ends_its_jobs(tmp_path, number, status):
-    study = subprocess.Popen([sys.executable, "-c", _STUDY, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    study = subprocess.Popen(
+        [sys.executable, "-c", _STUDY, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
     noted: Path = tmp_path / "pid"
     until(lambda: noted.exists() and noted.read_text(), "the job")
     os.kill(study.pid, number)

@@ -25,7 +25,9 @@ def batches(draw) -> RolloutBatch:
     """Groups of eight completions, right and wrong, of any lengths."""
     rows = GROUP * draw(st.integers(1, 4))
     lengths = torch.tensor(draw(st.lists(st.integers(1, 12), min_size=rows, max_size=rows)))
-    rewards = torch.tensor(draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=rows, max_size=rows)))
+    rewards = torch.tensor(
+        draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=rows, max_size=rows))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     tokens = int(lengths.sum())
     return RolloutBatch(

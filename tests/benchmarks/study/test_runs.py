@@ -5,7 +5,16 @@ import json
 import pytest
 
 from benchmarks.study import runs
-from benchmarks.study.runs import Places, Rows, execute, finished, maker_job, missing, read_rows, runs_of
+from benchmarks.study.runs import (
+    Places,
+    Rows,
+    execute,
+    finished,
+    maker_job,
+    missing,
+    read_rows,
+    runs_of,
+)
 from benchmarks.study.settings import Study
 
 
@@ -14,7 +23,13 @@ def test_a_run_during_which_its_code_was_changed_does_not_count(tmp_path, monkey
     """With a stand-in for the processes, which edits the reward file meanwhile."""
     reward = tmp_path / "reward.py"
     reward.write_text("# one\n")
-    task = {"policy": "policy", "train": "train.jsonl", "heldout": "heldout.jsonl", "steps": 1, "seeds": 1}
+    task = {
+        "policy": "policy",
+        "train": "train.jsonl",
+        "heldout": "heldout.jsonl",
+        "steps": 1,
+        "seeds": 1,
+    }
     cell = {"task": "t", "options": {"reward.remote_url": str(reward)}}
     study = Study.model_validate({"tasks": {"t": task}, "cells": {"a": cell}})
     places, told = Places(tmp_path / "out"), []
@@ -32,13 +47,21 @@ def test_a_run_during_which_its_code_was_changed_does_not_count(tmp_path, monkey
     rows.close()
     (row,) = read_rows(places)
     assert failed == int(changed) and ("error" in row) is changed
-    assert bool(missing(study, everything, finished(study, everything, read_rows(places)))) is changed
+    assert (
+        bool(missing(study, everything, finished(study, everything, read_rows(places)))) is changed
+    )
     assert ("was changed while the study ran" in told[0]) is changed
 
 
 def test_equal_arms_of_two_cells_are_one_run():
     """One at its only learning rate, and one of those of another cell."""
-    task = {"policy": "policy", "train": "train.jsonl", "heldout": "heldout.jsonl", "steps": 1, "seeds": 1}
+    task = {
+        "policy": "policy",
+        "train": "train.jsonl",
+        "heldout": "heldout.jsonl",
+        "steps": 1,
+        "seeds": 1,
+    }
     cells = {"a": {"options": {"actor.adam.lr": 1e-4}}, "b": {"learning_rates": [1e-5, 1e-4]}}
     study = Study.model_validate(
         {"tasks": {"t": task}, "cells": {k: {"task": "t"} | cell for k, cell in cells.items()}}
@@ -47,7 +70,10 @@ def test_equal_arms_of_two_cells_are_one_run():
     assert [run.name for run in missing(study, everything, {})] == ["a-s0", "b@1e-05-s0"]
     row = {"key": runs.key_of(study, everything[0]), "cell": "a", "learning_rate": None, "seed": 0}
     done = finished(study, everything, [row])
-    assert [(each["cell"], each["learning_rate"]) for each in done.values()] == [("a", None), ("b", 1e-4)]
+    assert [(each["cell"], each["learning_rate"]) for each in done.values()] == [
+        ("a", None),
+        ("b", 1e-4),
+    ]
 
 
 def test_a_policy_is_made_again_when_its_maker_is_another(tmp_path):

@@ -96,7 +96,9 @@ def test_equivalence_needs_a_small_difference_known_well():
     assert equivalence(small, margin=0.02) < 0.05
     assert equivalence([value + 0.03 for value in small], margin=0.02) > 0.05
     assert equivalence(list(draw.normal(0.0, 0.2, 12)), margin=0.02) > 0.05
-    assert equivalence([0.0] * 8, 0.1) == equivalence([0.0], 0.1) == 1.0, "nothing says how much they vary"
+    assert equivalence([0.0] * 8, 0.1) == equivalence([0.0], 0.1) == 1.0, (
+        "nothing says how much they vary"
+    )
 
 
 def test_the_detectable_difference_is_found_in_four_of_five_studies():
@@ -104,7 +106,8 @@ def test_the_detectable_difference_is_found_in_four_of_five_studies():
     draw = np.random.default_rng(0)
     values = draw.normal(size, 2.0, (4000, 12))
     t = values.mean(1) / (values.std(1, ddof=1) / math.sqrt(12))
-    assert (np.abs(t) > 2.201).mean() == pytest.approx(0.8, abs=0.025)  # 2.201: t of 11 degrees of freedom
+    # 2.201: t of 11 degrees of freedom
+    assert (np.abs(t) > 2.201).mean() == pytest.approx(0.8, abs=0.025)
     assert detectable(2.0, 12, tests=5) > size
     assert all(detectable(1.0, seeds, 5) > detectable(1.0, seeds + 1, 5) for seeds in range(8, 40))
 
@@ -115,13 +118,21 @@ def test_what_few_seeds_can_see():
     values = draw.normal(detectable(1.0, 8, tests=5), 1.0, (4000, 8))
     found = [5 * sign_flip(list(row)) < 0.05 for row in values[:1000]]
     assert np.mean(found) == pytest.approx(0.8, abs=0.04)
-    assert math.isinf(detectable(1.0, 7, tests=5)) and math.isinf(detectable(1.0, 5)) and detectable(1.0, 6) < 2
+    assert (
+        math.isinf(detectable(1.0, 7, tests=5))
+        and math.isinf(detectable(1.0, 5))
+        and detectable(1.0, 6) < 2
+    )
     assert math.isnan(detectable(0.0, 8))
 
 
 def test_degenerate_estimates_say_so():
     same = estimate([0.5, 0.5, 0.5])
-    assert (same.interval, same.iqm_interval, same.deviation) == ((-math.inf, math.inf), (0.5, 0.5), 0.0)
+    assert (same.interval, same.iqm_interval, same.deviation) == (
+        (-math.inf, math.inf),
+        (0.5, 0.5),
+        0.0,
+    )
     one = estimate([0.5])
     assert one.interval == (-math.inf, math.inf) and math.isnan(one.deviation)
     rare = estimate([0.0] * 7 + [-1 / 3])  # the middle half never changes

@@ -71,28 +71,50 @@ def weights(run: StudyRun) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
 
-# ---- sampling -------------------------------------------------------------------------------------------------------
+# ---- sampling
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_most_likely_tokens_are_those_of_generate(made):
-    model, tokenizer = (kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     prompts = tokenizer(["3+4=?", "(3+4)*2-5=?", "9*2=?"])["input_ids"]
-    sampled = decode(model, prompts, samples=2, max_new_tokens=12, temperature=0.0, eos=tokenizer.eos_token_id, seed=0)
+    sampled = decode(
+        model,
+        prompts,
+        samples=2,
+        max_new_tokens=12,
+        temperature=0.0,
+        eos=tokenizer.eos_token_id,
+        seed=0,
+    )
     assert sampled.rows[::2] == sampled.rows[1::2], "no chance is left"
     for ids, row in zip(prompts, sampled.rows[::2], strict=True):
         expected = model.generate(
-            torch.tensor([ids]), max_new_tokens=12, do_sample=False, top_k=None, top_p=None, temperature=None
+            torch.tensor([ids]),
+            max_new_tokens=12,
+            do_sample=False,
+            top_k=None,
+            top_p=None,
+            temperature=None,
         )
         assert row == expected[0, len(ids) :].tolist()
 
 
 def test_samples_have_the_entropies_and_the_frequencies_of_the_policy(made):
-    model, tokenizer = (kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     eos, temperature = tokenizer.eos_token_id, 0.7
     prompts = tokenizer(["3+4=?", "(3+4)*2-5=?"])["input_ids"]
-    sampled = decode(model, prompts, samples=400, max_new_tokens=10, temperature=temperature, eos=eos, seed=3)
+    sampled = decode(
+        model, prompts, samples=400, max_new_tokens=10, temperature=temperature, eos=eos, seed=3
+    )
     assert sampled.truncated_B.tolist() == [row[-1] != eos for row in sampled.rows]
-    assert {len(row) for row in sampled.rows} != {10}, "some ended, and the others went on without them"
+    assert {len(row) for row in sampled.rows} != {10}, (
+        "some ended, and the others went on without them"
+    )
     assert all(eos not in row[:-1] for row in sampled.rows)
     entropies = iter(sampled.entropies_N.split(sampled.segments.lengths_B.tolist()))
     for number, row in enumerate(sampled.rows):
@@ -107,25 +129,49 @@ def test_samples_have_the_entropies_and_the_frequencies_of_the_policy(made):
         chances = (model(torch.tensor([prompts[0]])).logits[0, -1] / temperature).softmax(-1)
     firsts = torch.tensor([row[0] for row in sampled.rows[:400]])
     likely = int(chances.argmax())
-    assert float((firsts == likely).float().mean()) == pytest.approx(float(chances[likely]), abs=0.1)
+    assert float((firsts == likely).float().mean()) == pytest.approx(
+        float(chances[likely]), abs=0.1
+    )
 
 
 def test_the_seed_decides(made):
-    model, tokenizer = (kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     prompts = tokenizer(["3+4=?"])["input_ids"]
-    settings = {"samples": 8, "max_new_tokens": 12, "temperature": 1.0, "eos": tokenizer.eos_token_id}
+    settings = {
+        "samples": 8,
+        "max_new_tokens": 12,
+        "temperature": 1.0,
+        "eos": tokenizer.eos_token_id,
+    }
     rows = [decode(model, prompts, seed=seed, **settings).rows for seed in (1, 1, 2)]
     assert rows[0] == rows[1] != rows[2]
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training
+# --------------------------------------------------------------------------------------------------
 
 
 def test_conflict_without_masks_filter_and_gamma_is_grpo_in_every_bit(made):
     off = {"gamma": 0.0, "filter": "off", "use_conflict": False}
     runs = [
-        run_of(made, {"algo.advantage.estimator": "grpo", "algo.grpo.success_threshold": 10.5, "train.batch_size": 24}),
-        run_of(made, {"algo.advantage.estimator": "gtpo_conflict", "algo.gtpo_conflict": off, "train.batch_size": 24}),
+        run_of(
+            made,
+            {
+                "algo.advantage.estimator": "grpo",
+                "algo.grpo.success_threshold": 10.5,
+                "train.batch_size": 24,
+            },
+        ),
+        run_of(
+            made,
+            {
+                "algo.advantage.estimator": "gtpo_conflict",
+                "algo.gtpo_conflict": off,
+                "train.batch_size": 24,
+            },
+        ),
         run_of(
             made,
             {
@@ -135,22 +181,35 @@ def test_conflict_without_masks_filter_and_gamma_is_grpo_in_every_bit(made):
             },
         ),
     ]
-    grpo, plain, masked = ([run.step(1)["grad_norm"], run.step(2)["grad_norm"], weights(run)] for run in runs)
-    assert grpo[:2] == plain[:2] and all(torch.equal(grpo[2][name], plain[2][name]) for name in grpo[2])
+    grpo, plain, masked = (
+        [run.step(1)["grad_norm"], run.step(2)["grad_norm"], weights(run)] for run in runs
+    )
+    assert grpo[:2] == plain[:2] and all(
+        torch.equal(grpo[2][name], plain[2][name]) for name in grpo[2]
+    )
     assert grpo[0] != masked[0], "and masks change something here"
 
 
-@pytest.mark.parametrize("estimator", ["dapo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "clip_cov"])
+@pytest.mark.parametrize(
+    "estimator", ["dapo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "clip_cov"]
+)
 def test_micro_batches_do_not_change_the_step(made, estimator):
-    """Each step's three updates, the later ones with ratios other than 1. Complete tags (10 points) are a success."""
+    """Each step's three updates, the later ones with ratios other than 1. Complete tags (10 points)
+    are a success."""
     options = {"algo.advantage.estimator": estimator, f"algo.{estimator}.success_threshold": 5.0}
     first, second = (
-        run_of(made, {**options, "train.micro_batch_size": size, "rollout.micro_batch_size": size}) for size in (8, 2)
+        run_of(made, {**options, "train.micro_batch_size": size, "rollout.micro_batch_size": size})
+        for size in (8, 2)
     )
     before = weights(first)
     assert first.step(1)["grad_norm"] == pytest.approx(second.step(1)["grad_norm"], rel=1e-3)
-    moved = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(first).items())
-    apart = max(float((tensor - weights(second)[name]).abs().max()) for name, tensor in weights(first).items())
+    moved = max(
+        float((tensor - before[name]).abs().max()) for name, tensor in weights(first).items()
+    )
+    apart = max(
+        float((tensor - weights(second)[name]).abs().max())
+        for name, tensor in weights(first).items()
+    )
     assert moved > 1e-4 and apart < 0.05 * moved
 
 
@@ -184,7 +243,9 @@ def test_a_run_learns_what_is_rewarded(made, tmp_path):
 
 
 def test_a_run_is_repeated_in_every_number(made):
-    first, second = (run_of(made, {"algo.advantage.estimator": "gtpo_conflict"}).run() for _ in range(2))
+    first, second = (
+        run_of(made, {"algo.advantage.estimator": "gtpo_conflict"}).run() for _ in range(2)
+    )
     for found in (first, second):
         for evaluation in found["evaluations"]:
             del evaluation["seconds"]
@@ -209,9 +270,14 @@ def test_what_is_measured(made):
         "short",
         "entropy",
     } <= start.keys()
-    assert start["pass@1"] == pytest.approx(start["accuracy"], abs=1e-4) and start["pass@1"] <= start["pass@4"]
+    assert (
+        start["pass@1"] == pytest.approx(start["accuracy"], abs=1e-4)
+        and start["pass@1"] <= start["pass@4"]
+    )
     assert 0 < start["ended"] < 1 and 0 < start["tags"] < 1
-    assert {"filtered_completions", "conflict_forward", "shaping_s", "clip_fraction"} <= found["steps"].keys()
+    assert {"filtered_completions", "conflict_forward", "shaping_s", "clip_fraction"} <= found[
+        "steps"
+    ].keys()
 
 
 def test_a_placebo_has_the_same_entropies_at_other_tokens(made):
@@ -232,18 +298,31 @@ def test_a_placebo_has_the_same_entropies_at_other_tokens(made):
 
 def test_prompts_are_drawn_in_another_order_for_another_seed(made):
     orders = [
-        [p.prompt for p in run_of(made, {"algo.advantage.estimator": "grpo"}, seed=seed).train_problems]
+        [
+            p.prompt
+            for p in run_of(made, {"algo.advantage.estimator": "grpo"}, seed=seed).train_problems
+        ]
         for seed in (1, 2)
     ]
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
 def test_a_reference_holds_the_policy_back(made):
-    options = {"algo.advantage.estimator": "grpo", "algo.grpo.success_threshold": 10.5, "actor.adam.lr": 3e-3}
+    options = {
+        "algo.advantage.estimator": "grpo",
+        "algo.grpo.success_threshold": 10.5,
+        "actor.adam.lr": 3e-3,
+    }
     free = run_of(made, options)
-    held = run_of(made, {**options, "algo.kl.init_coef": 10.0, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"})
+    held = run_of(
+        made,
+        {**options, "algo.kl.init_coef": 10.0, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"},
+    )
     before = weights(free)
     for run in (free, held):
         run.step(1)
-    distances = [sum(float((t - before[n]).square().sum()) for n, t in weights(run).items()) for run in (free, held)]
+    distances = [
+        sum(float((t - before[n]).square().sum()) for n, t in weights(run).items())
+        for run in (free, held)
+    ]
     assert distances[1] < distances[0]

@@ -49,18 +49,24 @@ def test_what_nothing_is_claimed_of_is_higher_or_lower():
 
 
 def test_a_difference_that_does_not_matter_is_none():
-    assert judged(pairs([0.02 + x for x in NOISE]), {"role": "secondary", "expect": "none"}).verdict == "equivalent"
+    assert (
+        judged(pairs([0.02 + x for x in NOISE]), {"role": "secondary", "expect": "none"}).verdict
+        == "equivalent"
+    )
 
 
 def test_a_learning_rate_at_which_all_runs_failed_is_missed():
     rows = pairs([0.1] * 8, "c", "d", 1e-4)
     failed = [
-        {k: v for k, v in made.items() if k != "steps"} | {"error": "inf"} for made in pairs([0.1] * 8, "c", "d", 1e-3)
+        {k: v for k, v in made.items() if k != "steps"} | {"error": "inf"}
+        for made in pairs([0.1] * 8, "c", "d", 1e-3)
     ]
     found = judged(rows + failed, {"cells": ["c", "d"]})
     assert found.verdict == "no data" and "8 of 8 seeds are not complete" in found.notes
     tuned = {"cells": ["c", "d"], "tuned_on": 2}
-    assert judged(rows + failed, tuned).verdict == "no data", "the other rate is not the best of both"
+    assert judged(rows + failed, tuned).verdict == "no data", (
+        "the other rate is not the best of both"
+    )
 
 
 def test_a_claim_of_less_is_supported_by_less():
@@ -74,14 +80,20 @@ def test_primary_contrasts_are_judged_together_also_with_those_that_have_no_data
     alone = judge(study({"it": PRIMARY}, seeds=6), pairs(one_sided))[0]
     together = judge(
         study(
-            {"it": PRIMARY, "other": {**PRIMARY, "cells": ["b", "a"]}, "none": {**PRIMARY, "cells": ["c", "d"]}},
+            {
+                "it": PRIMARY,
+                "other": {**PRIMARY, "cells": ["b", "a"]},
+                "none": {**PRIMARY, "cells": ["c", "d"]},
+            },
             seeds=6,
         ),
         pairs(one_sided),
     )[0]
     assert (alone.verdict, alone.adjusted) == ("supported", pytest.approx(2 / 64))
     assert (together.verdict, together.adjusted) == ("inconclusive", pytest.approx(6 / 64))
-    secondary = judge(study({"it": {"role": "secondary"}, "other": PRIMARY}, seeds=6), pairs(one_sided))[0]
+    secondary = judge(
+        study({"it": {"role": "secondary"}, "other": PRIMARY}, seeds=6), pairs(one_sided)
+    )[0]
     assert (secondary.verdict, secondary.adjusted) == ("supported", None)
 
 
@@ -90,13 +102,16 @@ def test_a_closed_gate_makes_a_claim_untestable_and_says_why():
     for given, of_task in (({**PRIMARY, "gates": [gate]}, []), (PRIMARY, [gate])):
         found = judged(pairs([0.1 + x for x in NOISE]), given, gates=of_task)
         assert found.verdict == "not testable here"
-        assert "short answers are rare" in found.notes[-1] and "0 of 16 runs inside" in found.notes[-1]
+        assert (
+            "short answers are rare" in found.notes[-1] and "0 of 16 runs inside" in found.notes[-1]
+        )
     half = {**gate, "high": 0.95, "share": 0.5}
     assert judged(pairs([0.1 + x for x in NOISE]), PRIMARY, gates=[half]).verdict == "supported"
 
 
 def test_a_gate_is_of_the_runs_that_have_its_outcome():
-    """Those by the stack do not measure lengths of evaluations; where nobody does, the gate is closed."""
+    """Those by the stack do not measure lengths of evaluations; where nobody does, the gate is
+    closed."""
     gate = {"name": "short answers are rare", "outcome": "start/short", "high": 0.95}
 
     def without(made):
@@ -127,7 +142,8 @@ def test_learning_rates_at_which_nothing_survives_are_left_out_for_both_cells():
     given = {"cells": ["c", "d"], "role": "primary", "survival": survival}
     low = pairs([0.1 + x for x in NOISE], "c", "d", 1e-4)
     high = [
-        {**made, "evaluations": [*made["evaluations"], {"tags": 0.1}]} for made in pairs([-0.4] * 8, "c", "d", 1e-3)
+        {**made, "evaluations": [*made["evaluations"], {"tags": 0.1}]}
+        for made in pairs([-0.4] * 8, "c", "d", 1e-3)
     ]
     both = high + [{**made, "learning_rate": 1e-4} for made in high]
     found = judged(low + high, given)
@@ -147,7 +163,14 @@ def test_several_learning_rates_are_one_difference_for_each_seed():
 def test_runs_that_failed_or_began_with_other_weights_are_no_pairs():
     rows = pairs([0.1] * 8)
     rows[0] = {**rows[0], "weights": "of another machine"}
-    rows[2] = {"key": "x", "cell": "a", "learning_rate": None, "seed": 1, "seconds": 1.0, "error": "killed"}
+    rows[2] = {
+        "key": "x",
+        "cell": "a",
+        "learning_rate": None,
+        "seed": 1,
+        "seconds": 1.0,
+        "error": "killed",
+    }
     found = judged(rows)
     assert sorted(found.differences) == [2, 3, 4, 5, 6, 7]
     assert found.verdict == "interim" and found.notes[0] == "1 runs failed"
@@ -155,7 +178,8 @@ def test_runs_that_failed_or_began_with_other_weights_are_no_pairs():
 
 
 def test_an_outcome_that_a_run_has_not_is_no_pair():
-    found = judged(pairs([0.1] * 8), {"outcome": "entropy_at_accuracy"})  # 0.6 and 0.5: both reach 0.5
+    # 0.6 and 0.5: both reach 0.5
+    found = judged(pairs([0.1] * 8), {"outcome": "entropy_at_accuracy"})
     assert len(found.differences) == 8
     found = judged(
         [{**r, "steps": {**r["steps"], "accuracy": [0.4] * 4}} for r in pairs([0.1] * 8)],
@@ -166,20 +190,32 @@ def test_an_outcome_that_a_run_has_not_is_no_pair():
 
 
 def test_the_checks_of_a_study_sound_an_alarm():
-    checks = {"A/A": {"role": "check", "expect": "none"}, "planted": {"role": "check", "expect": "less"}}
-    assert checks_failed(judge(study(checks), pairs(NOISE))) == ["planted: expected less, found equivalent"]
+    checks = {
+        "A/A": {"role": "check", "expect": "none"},
+        "planted": {"role": "check", "expect": "less"},
+    }
+    assert checks_failed(judge(study(checks), pairs(NOISE))) == [
+        "planted: expected less, found equivalent"
+    ]
     wrong = judge(study(checks), pairs([0.1 + x for x in NOISE]))
-    assert checks_failed(wrong) == ["A/A: expected none, found refuted", "planted: expected less, found refuted"]
+    assert checks_failed(wrong) == [
+        "A/A: expected none, found refuted",
+        "planted: expected less, found refuted",
+    ]
     assert checks_failed(judge(study(checks), [])) == [
         "A/A: expected none, found no data",
         "planted: expected less, found no data",
     ]
     few = judge(study(checks), pairs(NOISE[:7]))
-    assert checks_failed(few) == ["A/A: expected none, found interim", "planted: expected less, found interim"]
+    assert checks_failed(few) == [
+        "A/A: expected none, found interim",
+        "planted: expected less, found interim",
+    ]
 
 
 def test_each_cell_at_its_own_best_learning_rate_chosen_on_seeds_that_do_not_count():
-    """c is best at the high rate and d at the low one; compared at one rate each of them would win one."""
+    """c is best at the high rate and d at the low one; compared at one rate each of them would win
+    one."""
     levels = {("c", 1e-4): 0.3, ("c", 1e-3): 0.6, ("d", 1e-4): 0.5, ("d", 1e-3): 0.1}
     rows = [
         row(cell, seed, level + noise, rate)
@@ -196,9 +232,15 @@ def test_each_cell_at_its_own_best_learning_rate_chosen_on_seeds_that_do_not_cou
         else made
         for made in rows
     ]
-    assert judged(lucky, {"cells": ["c", "d"], "role": "primary", "tuned_on": 2}).differences == found.differences
     assert (
-        judged([made for made in rows if made["seed"] >= 2], {"cells": ["c", "d"], "tuned_on": 2}).verdict == "no data"
+        judged(lucky, {"cells": ["c", "d"], "role": "primary", "tuned_on": 2}).differences
+        == found.differences
+    )
+    assert (
+        judged(
+            [made for made in rows if made["seed"] >= 2], {"cells": ["c", "d"], "tuned_on": 2}
+        ).verdict
+        == "no data"
     )
 
 
@@ -208,9 +250,14 @@ def test_only_the_best_rate_is_run_on_the_seeds_that_count_and_not_before_it_is_
     tuning = [run for run in runs if run.seed < 2]
     assert needed(planned, runs, []) == tuning
     levels = {("c", 1e-4): 0.3, ("c", 1e-3): 0.6, ("d", 1e-4): 0.5, ("d", 1e-3): 0.1}
-    rows = [row(*arm, seed, level, rate) for (*arm, rate), level in levels.items() for seed in (0, 1)]
+    rows = [
+        row(*arm, seed, level, rate) for (*arm, rate), level in levels.items() for seed in (0, 1)
+    ]
     assert needed(planned, runs, rows[:-1]) == tuning
     later = [run for run in needed(planned, runs, rows) if run.seed >= 2]
-    assert {(run.arm.cell, run.arm.learning_rate) for run in later} == {("c", 1e-3), ("d", 1e-4)} and len(later) == 12
+    assert {(run.arm.cell, run.arm.learning_rate) for run in later} == {
+        ("c", 1e-3),
+        ("d", 1e-4),
+    } and len(later) == 12
     compared = study({"it": {"cells": ["c", "d"], "tuned_on": 2}, "also": {"cells": ["c", "d"]}})
     assert needed(compared, runs, []) == runs, "another contrast is about every rate"

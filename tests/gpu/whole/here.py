@@ -1,9 +1,10 @@
-"""On the GPU machine: whether a whole bundle can be used here, and unpacks it once. tests/gpu/environment.sh asks.
+"""On the GPU machine: whether a whole bundle can be used here, and unpacks it once.
+tests/gpu/environment.sh asks.
 
     python -m tests.gpu.whole.here FOLDER     prints the folder with site/ and toy/
 
-All that is wrong is told at once, each in a line, before anything is unpacked; exit status 1. Standard library and
-torch only; Python 3.8 can read this file too.
+All that is wrong is told at once, each in a line, before anything is unpacked; exit status 1.
+Standard library and torch only; Python 3.8 can read this file too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from tests.gpu.bundle import MANIFEST, BundleError
 
 STAMP = "bundle.sha256"
 SHM = Path("/dev/shm")
-# What `openrlhf-ext doctor` warns below. Docker gives 64 MiB, where Ray puts its store on a disk (its
-# _private/services.py:2223), and vLLM's queue to several workers alone takes 160 (envs.py, VLLM_MQ_MAX_CHUNK_BYTES_MB).
+# What `openrlhf-ext doctor` warns below. Docker gives 64 MiB, where Ray puts its store on a disk
+# (its _private/services.py:2223), and vLLM's queue to several workers alone takes 160 (envs.py,
+# VLLM_MQ_MAX_CHUNK_BYTES_MB).
 SHM_BYTES = 1 << 30
 
 
@@ -44,7 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     except BundleError as problem:
         found = [str(problem)]
     if found:
-        print("\n".join(f"{os.environ.get('COMMAND', __name__)}: {line}" for line in found), file=sys.stderr)
+        print(
+            "\n".join(f"{os.environ.get('COMMAND', __name__)}: {line}" for line in found),
+            file=sys.stderr,
+        )
         return 1
     print(target)
     return 0
@@ -60,7 +65,8 @@ def _digest(bundle: Path) -> str:
     return hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- what is wrong
+# --------------------------------------------------------------------------------------------------
 
 
 def problems(bundle: Path, manifest: dict[str, Any], target: Path, unpacked: bool) -> Iterator[str]:
@@ -72,21 +78,36 @@ def problems(bundle: Path, manifest: dict[str, Any], target: Path, unpacked: boo
     known = {name: bundles.pinned(name) for name in bundles.WHOLE}
     names = sorted({*known, *manifest["packages"]})
     if other := list(filter(None, (_named(name, manifest["packages"], known) for name in names))):
-        yield f"{bundle} has other versions than requirements/gpu.lock of this checkout: {'; '.join(other)}: {remedy}"
+        yield (
+            f"{bundle} has other versions than requirements/gpu.lock of this checkout: "
+            f"{'; '.join(other)}: {remedy}"
+        )
     if not unpacked and (damage := bundles.damage(bundle, manifest)):
         yield damage
     python = "{}.{}".format(*sys.version_info)
     if python != manifest["python"]:
-        yield f"{bundle} is for Python {manifest['python']}, {sys.executable} is {python}: {remedy} --python {python}"
+        yield (
+            f"{bundle} is for Python {manifest['python']}, {sys.executable} is {python}: "
+            f"{remedy} --python {python}"
+        )
     yield from _torch_problems(bundle, manifest, remedy)
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     if free < SHM_BYTES:
-        yield f"{SHM} has {free >> 20} MiB free, Ray and vLLM need {SHM_BYTES >> 20}: docker --shm-size, or remount it"
+        yield (
+            f"{SHM} has {free >> 20} MiB free, Ray and vLLM need {SHM_BYTES >> 20}: docker "
+            "--shm-size, or remount it"
+        )
     yield from _compiler_problems()
     if absent := [name for name in manifest["host"] if not _is_there(name)]:
-        yield f"{sys.executable} lacks what a bundle does not bring: {', '.join(absent)}; set PYTHON, or install them"
+        yield (
+            f"{sys.executable} lacks what a bundle does not bring: {', '.join(absent)}; set "
+            "PYTHON, or install them"
+        )
     if target.exists() and any(target.iterdir()) and not (target / STAMP).is_file():
-        yield f"{target} holds something else than an unpacked bundle: OPENRLHF_EXT_SITE=/another/folder"
+        yield (
+            f"{target} holds something else than an unpacked bundle: "
+            "OPENRLHF_EXT_SITE=/another/folder"
+        )
 
 
 def _named(name: str, theirs: dict[str, str], ours: dict[str, str]) -> str:
@@ -105,7 +126,9 @@ def _torch_problems(bundle: Path, manifest: dict[str, Any], remedy: str) -> Iter
     try:
         import torch
     except ImportError as error:
-        yield f"{sys.executable} cannot import torch ({error}); PYTHON=/path/to/python names another"
+        yield (
+            f"{sys.executable} cannot import torch ({error}); PYTHON=/path/to/python names another"
+        )
         return
     if torch.__version__ != manifest["torch"]:
         yield (
@@ -125,14 +148,25 @@ def _torch_problems(bundle: Path, manifest: dict[str, Any], remedy: str) -> Iter
 def _compiler_problems() -> Iterator[str]:
     """Triton compiles a launcher for every kernel (its runtime/build.py), with Python's headers."""
     compiler = os.environ.get("CC")
-    if shutil.which(compiler) is None if compiler else not (shutil.which("gcc") or shutil.which("clang")):
-        yield f"Triton needs a C compiler, there is {f'no {compiler} (CC)' if compiler else 'neither gcc nor clang'}"
+    if (
+        shutil.which(compiler) is None
+        if compiler
+        else not (shutil.which("gcc") or shutil.which("clang"))
+    ):
+        yield (
+            "Triton needs a C compiler, there is "
+            f"{f'no {compiler} (CC)' if compiler else 'neither gcc nor clang'}"
+        )
     header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
     if not header.is_file():
-        yield f"Triton needs Python's headers, and there is no {header}: install the package of Python for developers"
+        yield (
+            f"Triton needs Python's headers, and there is no {header}: install the package of "
+            "Python for developers"
+        )
 
 
-# ---- unpacking ------------------------------------------------------------------------------------------------------
+# ---- unpacking
+# --------------------------------------------------------------------------------------------------
 
 
 class _Parts:
@@ -151,7 +185,8 @@ class _Parts:
 
 
 def unpack(bundle: Path, manifest: dict[str, Any], target: Path) -> None:
-    """``target`` with site/, toy/, compiled for this Python, and a stamp; it replaces an older one."""
+    """``target`` with site/, toy/, compiled for this Python, and a stamp; it replaces an older
+    one."""
     started = time.perf_counter()
     new = target.with_name(target.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -165,15 +200,35 @@ def unpack(bundle: Path, manifest: dict[str, Any], target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
     seconds = time.perf_counter() - unpacked
-    print(f"{target}: unpacked in {unpacked - started:.0f} s, compiled in {seconds:.0f} s", file=sys.stderr)
+    print(
+        f"{target}: unpacked in {unpacked - started:.0f} s, compiled in {seconds:.0f} s",
+        file=sys.stderr,
+    )
 
 
 def _compile(site: Path, final: Path) -> None:
-    """With all cores; else every process of the first run compiles the same thousands of modules."""
-    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", str(site), "-p", str(final), str(site)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    """With all cores; else every process of the first run compiles the same thousands of
+    modules."""
+    command = [
+        sys.executable,
+        "-m",
+        "compileall",
+        "-q",
+        "-j",
+        "0",
+        "-s",
+        str(site),
+        "-p",
+        str(final),
+        str(site),
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+    )
     if done.returncode:
-        raise BundleError(f"{sys.executable} cannot compile all modules of the bundle:\n{done.stdout[-2000:]}")
+        raise BundleError(
+            f"{sys.executable} cannot compile all modules of the bundle:\n{done.stdout[-2000:]}"
+        )
 
 
 if __name__ == "__main__":

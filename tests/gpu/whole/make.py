@@ -1,7 +1,8 @@
-"""Makes a whole bundle: packages unpacked, slimmed, proven against the machine's torch, packed (nm, readelf, strip).
+"""Makes a whole bundle: packages unpacked, slimmed, proven against the machine's torch, packed (nm,
+readelf, strip).
 
-What a dense model or a mixture on one Hopper GPU does not run is left out: 489 MB stay, and 46 compressed. It takes
-five minutes, and once two more for the toy policy.
+What a dense model or a mixture on one Hopper GPU does not run is left out: 489 MB stay, and 46
+compressed. It takes five minutes, and once two more for the toy policy.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _LEFT_OUT = {
     "ray/dashboard/client": "web pages",
     "ray/core/libjemalloc.so": "profiles of memory",
 }
-# of the namespaces that only libraries left out define: the modules that alone may name them, and that no flight calls
+# of the namespaces that only libraries left out define: the modules that alone may name them, and
+# that no flight calls
 _NOT_CALLED: dict[str, str | tuple[str, ...]] = {
     "_vllm_fa2_C": "vllm_flash_attn/flash_attn_interface.py",  # which takes FlashAttention 3 here
     "_flashkda_C": ("models/glm5next/", "models/kimi_k3/"),
@@ -65,7 +67,9 @@ _NOT_CALLED: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def make(target: Path, python: str, torch: str, cuda: str, heads: Collection[int], cache: Path) -> dict[str, Any]:
+def make(
+    target: Path, python: str, torch: str, cuda: str, heads: Collection[int], cache: Path
+) -> dict[str, Any]:
     """Fills the folder ``target``; its manifest.
 
     Args:
@@ -92,10 +96,19 @@ def make(target: Path, python: str, torch: str, cuda: str, heads: Collection[int
         with _told("compression"):
             _pack(Path(folder), target)
     return bundles.write_manifest(
-        target, python, torch, most=MOST_BYTES, kind=bundles.WHOLE_KIND, commit=bundles.commit(), packages=packages,
-        stand_ins=list(bundles.STAND_INS), host=list(bundles.OF_THE_HOST), architectures=bundles.ARCHITECTURES,
-        heads=sorted(heads), unpacked_bytes=unpacked,
-    )  # fmt: skip
+        target,
+        python,
+        torch,
+        most=MOST_BYTES,
+        kind=bundles.WHOLE_KIND,
+        commit=bundles.commit(),
+        packages=packages,
+        stand_ins=list(bundles.STAND_INS),
+        host=list(bundles.OF_THE_HOST),
+        architectures=bundles.ARCHITECTURES,
+        heads=sorted(heads),
+        unpacked_bytes=unpacked,
+    )
 
 
 class _told:
@@ -111,7 +124,8 @@ class _told:
         print(f"{self._what}: {time.perf_counter() - self._started:.0f} s", flush=True)
 
 
-# ---- packages -------------------------------------------------------------------------------------------------------
+# ---- packages
+# --------------------------------------------------------------------------------------------------
 
 
 def _unpacked(site: Path, python: str) -> dict[str, str]:
@@ -121,8 +135,18 @@ def _unpacked(site: Path, python: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory(dir=site.parent) as folder:
         pins = (f"{name}=={version}" for name, version in versions.items())
         bundles.download(folder, *bundles.AS_PINNED, *wheels, *pins)
-        # pip, not zip files: some wheels have what belongs elsewhere in .data, and it takes those of another Python too
-        command = [sys.executable, "-m", "pip", "install", "--quiet", *bundles.AS_PINNED, "--no-index", "--no-compile"]
+        # pip, not zip files: some wheels have what belongs elsewhere in .data, and it takes those
+        # of another Python too
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            *bundles.AS_PINNED,
+            "--no-index",
+            "--no-compile",
+        ]
         found = map(str, Path(folder).glob("*.whl"))
         subprocess.run([*command, *wheels, "--target", str(site), *found], check=True, timeout=1800)
     return versions
@@ -132,11 +156,14 @@ def _slim(site: Path, heads: Collection[int]) -> None:
     for name in _LEFT_OUT:
         path = site / name
         if not path.exists():
-            raise BundleError(f"{name} was to be left out and is not in the packages: see tests/gpu/whole/make.py")
+            raise BundleError(
+                f"{name} was to be left out and is not in the packages: see tests/gpu/whole/make.py"
+            )
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in [*site.glob("ray/**/tests"), *site.glob("ray/**/*.dist-info")]:
         shutil.rmtree(path)
-    for name in ("_C", "_moe_C"):  # for sm_90 only Marlin is PTX alone, which multiplies by weights of 4 bits
+    # for sm_90 only Marlin is PTX alone, which multiplies by weights of 4 bits
+    for name in ("_C", "_moe_C"):
         library = site / f"vllm/{name}_stable_libtorch.abi3.so"
         print(f"{library.name}: {slim(library, bundles.ARCHITECTURES, strict=True)}")
     print(f"FlashAttention 3, head sizes {sorted(heads)}: {slim_heads(site / _FA3, heads)}")
@@ -145,8 +172,8 @@ def _slim(site: Path, heads: Collection[int]) -> None:
 
 
 def _can_be_stripped(path: Path) -> bool:
-    """Not vLLM's, which have nothing to strip, nor what a tool for wheels gave another path to its libraries: strip may
-    break that."""
+    """Not vLLM's, which have nothing to strip, nor what a tool for wheels gave another path to its
+    libraries: strip may break that."""
     with path.open("rb") as file:
         if file.read(4) != b"\x7fELF" or "/vllm/" in str(path) or ".libs/" in str(path):
             return False
@@ -177,7 +204,10 @@ def _prove_ops(site: Path) -> None:
         if space not in _NOT_CALLED or not module.startswith(_NOT_CALLED[space])
     ]
     if lost:
-        raise BundleError(f"vLLM's modules name {len(lost)} ops of libraries that are left out: {'; '.join(lost[:5])}")
+        raise BundleError(
+            f"vLLM's modules name {len(lost)} ops of libraries that are left out: "
+            f"{'; '.join(lost[:5])}"
+        )
 
 
 def _prove_symbols(site: Path, known: Collection[str]) -> None:
@@ -185,30 +215,46 @@ def _prove_symbols(site: Path, known: Collection[str]) -> None:
     Raises:
         BundleError: an extension would not load in the machine's torch.
     """
-    lacking = {path: found for path in sorted((site / "vllm").rglob("*.so")) if (found := missing(path, known))}
+    lacking = {
+        path: found
+        for path in sorted((site / "vllm").rglob("*.so"))
+        if (found := missing(path, known))
+    }
     if lacking:
-        named = "; ".join(f"{path.relative_to(site)}: {', '.join(found[:5])}" for path, found in lacking.items())
+        named = "; ".join(
+            f"{path.relative_to(site)}: {', '.join(found[:5])}" for path, found in lacking.items()
+        )
         raise BundleError(f"the machine's torch lacks symbols that vLLM's extensions need: {named}")
 
 
 def _make_toy(target: Path) -> None:
-    """A policy that half knows arithmetic, and its problems (examples/python/toy_policy.py): minutes, then cached."""
+    """A policy that half knows arithmetic, and its problems (examples/python/toy_policy.py):
+    minutes, then cached."""
     target.mkdir()
     script = [str(ROOT / "examples/python/toy_policy.py"), "--output_dir", str(target / "start")]
     command = [sys.executable, *script, "--data_dir", str(target / "data")]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=3600)
+    subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=3600
+    )
 
 
-# ---- packing --------------------------------------------------------------------------------------------------------
+# ---- packing
+# --------------------------------------------------------------------------------------------------
 
 
 def _pack(source: Path, target: Path) -> None:
-    """``part-00`` and so on: one xz, in one thread with one large dictionary, Ray's three alike binaries side by side,
-    and the filter for x86 (44.5 MB instead of 55 without these)."""
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY_BYTES}]
+    """``part-00`` and so on: one xz, in one thread with one large dictionary, Ray's three alike
+    binaries side by side, and the filter for x86 (44.5 MB instead of 55 without these)."""
+    filters = [
+        {"id": lzma.FILTER_X86},
+        {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY_BYTES},
+    ]
     with tempfile.TemporaryFile(dir=target) as file:
-        with lzma.open(file, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        with (
+            lzma.open(file, "wb", filters=filters) as stream,
+            tarfile.open(fileobj=stream, mode="w|") as archive,
+        ):
             for path in _in_order(source):
                 archive.add(path, str(path.relative_to(source)), recursive=False, filter=_anonymous)
         file.seek(0)

@@ -1,4 +1,5 @@
-"""Which of torch's custom ops vLLM's Python names, and which its libraries define. Needs readelf."""
+"""Which of torch's custom ops vLLM's Python names, and which its libraries define. Needs
+readelf."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ def named(package: Path) -> dict[Op, list[str]]:
 
 
 def defined(libraries: Iterable[Path], of: Collection[Op]) -> set[Op]:
-    """Those ``of`` which a library has the namespace and the schema, ``name(Tensor a) -> ()``, among its texts."""
+    """Those ``of`` which a library has the namespace and the schema, ``name(Tensor a) -> ()``,
+    among its texts."""
     found: set[Op] = set()
     for library in libraries:
         command = ["readelf", "--string-dump=.rodata", str(library)]
-        dump = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=600).stdout
+        dump = subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", timeout=600
+        ).stdout
         texts = set(_TEXT.findall(dump))
         found |= {(space, name) for space, name in of if space in texts and f"{name}(" in texts}
     return found

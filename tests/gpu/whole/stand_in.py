@@ -1,8 +1,9 @@
-"""Stands in for a package that vLLM imports as it starts and that a training run never calls (tests/gpu/bundle.py:
+"""Stands in for a package that vLLM imports as it starts and that a training run never calls
+(tests/gpu/bundle.py:
 STAND_INS): site/NAME/__init__.py of a whole bundle.
 
-Every name of it, and of any module in it, is a class without content. What uses an object of one learns that there is
-only this.
+Every name of it, and of any module in it, is a class without content. What uses an object of one
+learns that there is only this.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith(_NAME + ".") else None
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.startswith(_NAME + ".")
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Module(spec.name)

@@ -1,8 +1,9 @@
-"""Whether an extension would load in a torch that is not here: its undefined symbols against torch's own libraries.
+"""Whether an extension would load in a torch that is not here: its undefined symbols against
+torch's own libraries.
 
-Not proven, because it is not at hand where a bundle is made: that the driver has what is asked of it (``cu...``), and
-cuBLAS (``cublas...``; 400 MB), which torch itself loads. Symbols of glibc and of GCC's libraries carry a version: it
-must be no newer than what torch asks for. Needs nm.
+Not proven, because it is not at hand where a bundle is made: that the driver has what is asked of
+it (``cu...``), and cuBLAS (``cublas...``; 400 MB), which torch itself loads. Symbols of glibc and
+of GCC's libraries carry a version: it must be no newer than what torch asks for. Needs nm.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _VERSION = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)$")
 
 
 def missing(library: Path, known: Collection[str]) -> list[str]:
-    """What the library needs, weak symbols aside, and neither torch, the CUDA runtime nor Python defines."""
+    """What the library needs, weak symbols aside, and neither torch, the CUDA runtime nor Python
+    defines."""
     newest = _newest(known)
     return [symbol for symbol in _undefined(library) if not _is_there(symbol, known, newest)]
 
@@ -40,7 +42,8 @@ def _is_there(symbol: str, known: Collection[str], newest: dict[str, tuple[int, 
 
 
 def _newest(known: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Of each of the compiler's and the system's libraries the newest version that torch asks for."""
+    """Of each of the compiler's and the system's libraries the newest version that torch asks
+    for."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in known:
         if match := _VERSION.match(entry):
@@ -53,7 +56,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def symbols_of_torch(python: str, torch: str, cuda: str, cache: Path) -> frozenset[str]:
-    """Names that torch's libraries and the CUDA runtime define, and versions like ``GLIBC_2.28`` that torch asks for.
+    """Names that torch's libraries and the CUDA runtime define, and versions like ``GLIBC_2.28``
+    that torch asks for.
 
     Raises:
         BundleError: the package index has no such wheel, or has another build under this version.
@@ -77,20 +81,28 @@ def _read(folder: Path, python: str, torch: str, cuda: str) -> set[str]:
         with zipfile.ZipFile(wheel) as archive:
             if wheel.name.startswith("torch-"):
                 _check_build(archive.read("torch/version.py").decode(), torch)
-            libraries = [name for name in archive.namelist() if re.search(r"/lib/[^/]*\.so[.\d]*$", name)]
+            libraries = [
+                name for name in archive.namelist() if re.search(r"/lib/[^/]*\.so[.\d]*$", name)
+            ]
             archive.extractall(folder, libraries)
         wheel.unlink()
     found = set()
     for library in folder.rglob("*.so*"):
         found |= set(_defined(library))
-        found |= {version for symbol in _undefined(library) if _VERSION.match(version := symbol.partition("@")[2])}
+        found |= {
+            version
+            for symbol in _undefined(library)
+            if _VERSION.match(version := symbol.partition("@")[2])
+        }
     return found
 
 
 def _check_build(text: str, torch: str) -> None:
     if f"__version__ = '{torch}'" not in text:
         found = re.search(r"__version__ = '(.*)'", text)
-        raise BundleError(f"the package index's torch is {found and found[1]}, not {torch}: nothing can be proven")
+        raise BundleError(
+            f"the package index's torch is {found and found[1]}, not {torch}: nothing can be proven"
+        )
 
 
 def _undefined(library: Path) -> Iterator[str]:
@@ -108,4 +120,6 @@ def _defined(library: Path) -> Iterator[str]:
 
 def _nm(library: Path, which: str) -> list[str]:
     command = ["nm", "--dynamic", "--format=posix", "--with-symbol-versions", which, str(library)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.splitlines()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=600
+    ).stdout.splitlines()

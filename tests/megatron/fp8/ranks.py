@@ -1,4 +1,5 @@
-"""What the ranks of the FP8 tests run: emulated policies in layouts, and single layers cut over ranks."""
+"""What the ranks of the FP8 tests run: emulated policies in layouts, and single layers cut over
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from openrlhf_ext.fp8.quantize import Products
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.layers.emulated import EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear
+from openrlhf_ext.megatron.layers.emulated import (
+    EmulatedNormColumnParallelLinear,
+    EmulatedRowParallelLinear,
+)
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
@@ -68,7 +72,8 @@ def exported(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def run_policies(cases: list[dict], batch, weights_N) -> list[dict]:
-    """Of each case the log-probs before and after two steps, the steps' metrics, the weights and scales at the end."""
+    """Of each case the log-probs before and after two steps, the steps' metrics, the weights and
+    scales at the end."""
     results = []
     for case in cases:
         with built(case) as policy:
@@ -77,7 +82,10 @@ def run_policies(cases: list[dict], batch, weights_N) -> list[dict]:
             at_start = state_of(policy)
             policy.warm_up()
             before, again = policy.logprobs(mine).logprobs_N, policy.logprobs(mine).logprobs_N
-            unmoved = all(torch.equal(a, b) for a, b in zip(at_start.values(), state_of(policy).values(), strict=True))
+            unmoved = all(
+                torch.equal(a, b)
+                for a, b in zip(at_start.values(), state_of(policy).values(), strict=True)
+            )
             steps = train(policy, batch, weights_N, 2)
             results.append(
                 {
@@ -89,7 +97,7 @@ def run_policies(cases: list[dict], batch, weights_N) -> list[dict]:
                     "after": policy.logprobs(mine).logprobs_N,
                     "state": state_of(policy),
                     "weights": exported(policy),
-                }  # fmt: skip
+                }
             )
     return results
 
@@ -101,7 +109,11 @@ def save_and_go_on(case: dict, folder: Path, batch, weights_N) -> dict:
         snapshot.write(folder, "policy")
         state = state_of(policy)
         dist.barrier()
-        return {"state": state, "steps": train(policy, batch, weights_N, 2), "weights": exported(policy)}
+        return {
+            "state": state,
+            "steps": train(policy, batch, weights_N, 2),
+            "weights": exported(policy),
+        }
 
 
 def load_and_go_on(case: dict, folder: Path, batch, weights_N) -> dict:
@@ -112,7 +124,11 @@ def load_and_go_on(case: dict, folder: Path, batch, weights_N) -> dict:
         except CheckpointError as error:
             return {"error": str(error)}
         state = state_of(policy)
-        return {"state": state, "steps": train(policy, batch, weights_N, 2), "weights": exported(policy)}
+        return {
+            "state": state,
+            "steps": train(policy, batch, weights_N, 2),
+            "weights": exported(policy),
+        }
 
 
 def resume(saved: dict, loaded: list[dict], folder: Path, batch, weights_N) -> list[dict]:
@@ -125,25 +141,43 @@ def swap(case: dict, guide: str, batch, weights_N) -> dict:
     with built(case) as policy:
         start, before = policy.logprobs(batch).logprobs_N, state_of(policy)
         reference, other = policy.host_copy(case["model"]), policy.host_copy(guide)
-        untouched = all(torch.equal(a, b) for a, b in zip(before.values(), state_of(policy).values(), strict=True))
+        untouched = all(
+            torch.equal(a, b)
+            for a, b in zip(before.values(), state_of(policy).values(), strict=True)
+        )
         train(policy, batch, weights_N, 2)
         trained, moved = policy.logprobs(batch).logprobs_N, state_of(policy)
         with reference.swapped_in():
             inside = policy.logprobs(batch).logprobs_N
         with other.swapped_in():
             guided, of_guide = policy.logprobs(batch).logprobs_N, state_of(policy)
-        kept = all(torch.equal(a, b) for a, b in zip(moved.values(), state_of(policy).values(), strict=True))
+        kept = all(
+            torch.equal(a, b)
+            for a, b in zip(moved.values(), state_of(policy).values(), strict=True)
+        )
         result = {
-            "start": start, "trained": trained, "inside": inside, "guided": guided, "of_guide": of_guide,
-            "untouched": untouched, "kept": kept,
-        }  # fmt: skip
+            "start": start,
+            "trained": trained,
+            "inside": inside,
+            "guided": guided,
+            "of_guide": of_guide,
+            "untouched": untouched,
+            "kept": kept,
+        }
     with built({**case, "model": guide}) as policy:
-        return result | {"alone": policy.logprobs(batch).logprobs_N, "alone_state": state_of(policy)}
+        return result | {
+            "alone": policy.logprobs(batch).logprobs_N,
+            "alone_state": state_of(policy),
+        }
 
 
 def cut_layers(model: str, recipes: list) -> list[dict]:
-    """Largest differences between single layers cut over these ranks and the products of their shards in one piece."""
-    size, rank = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]), None
+    """Largest differences between single layers cut over these ranks and the products of their
+    shards in one piece."""
+    size, rank = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
+        None,
+    )
     found = []
     for recipe in recipes:
         for sequence_parallel in (False, True):
@@ -151,7 +185,10 @@ def cut_layers(model: str, recipes: list) -> list[dict]:
             initialize_distributed(layout, PATIENCE_S, 1234)
             rank = dist.get_rank()
             config = transformer_config(read_model_shape(model), layout, torch.float32, Megatron())
-            found.append(_column(config, recipe, sequence_parallel, rank, size) | _row(config, recipe, rank, size))
+            found.append(
+                _column(config, recipe, sequence_parallel, rank, size)
+                | _row(config, recipe, rank, size)
+            )
             parallel_state.destroy_model_parallel()
     return found
 
@@ -173,14 +210,20 @@ def _sum(value: torch.Tensor) -> torch.Tensor:
 def _arguments(config) -> dict:
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
     return {
-        "config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": False,
-        "is_expert": False, "tp_group": groups.tp,
-    }  # fmt: skip
+        "config": config,
+        "init_method": config.init_method,
+        "bias": False,
+        "skip_bias_add": False,
+        "is_expert": False,
+        "tp_group": groups.tp,
+    }
 
 
 def _column(config, recipe, sequence_parallel: bool, rank: int, size: int) -> dict:
     tokens, inputs, outputs = 256, 256, 384
-    layer = EmulatedNormColumnParallelLinear(inputs, outputs, gather_output=False, recipe=recipe, **_arguments(config))
+    layer = EmulatedNormColumnParallelLinear(
+        inputs, outputs, gather_output=False, recipe=recipe, **_arguments(config)
+    )
     weight = _values(outputs, inputs, seed=1)
     layer.weight.data = _mine(weight, 0, rank, size)
     x, dy = _values(tokens, inputs, seed=2), _mine(_values(tokens, outputs, seed=3), 1, rank, size)
@@ -191,7 +234,9 @@ def _column(config, recipe, sequence_parallel: bool, rank: int, size: int) -> di
     products, w = Products(recipe), layer.weight.detach()
     dx = _sum(products.input_gradient(dy, w, {}))
     want_x = torch.autograd.grad(
-        rms_norm(leaf := x.clone().requires_grad_(), layer.layer_norm_weight.detach(), layer.eps), leaf, dx
+        rms_norm(leaf := x.clone().requires_grad_(), layer.layer_norm_weight.detach(), layer.eps),
+        leaf,
+        dx,
     )[0]
     if sequence_parallel:
         want_x = _mine(want_x, 0, rank, size)
@@ -204,7 +249,9 @@ def _column(config, recipe, sequence_parallel: bool, rank: int, size: int) -> di
 
 def _row(config, recipe, rank: int, size: int) -> dict:
     tokens, inputs, outputs = 256, 384, 256
-    layer = EmulatedRowParallelLinear(inputs, outputs, input_is_parallel=True, recipe=recipe, **_arguments(config))
+    layer = EmulatedRowParallelLinear(
+        inputs, outputs, input_is_parallel=True, recipe=recipe, **_arguments(config)
+    )
     layer.weight.data = _mine(_values(outputs, inputs, seed=4), 1, rank, size)
     x, dy = _mine(_values(tokens, inputs, seed=5), 1, rank, size), _values(tokens, outputs, seed=6)
     given = x.clone()[:, None].requires_grad_()

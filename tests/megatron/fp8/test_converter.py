@@ -19,12 +19,17 @@ class Options:
 def test_products_take_16_tokens_and_gathered_blocks_are_whole():
     for emulate in (False, True):
         layers = {name: FP8Layers(Recipe(name, emulate=emulate)) for name in RECIPES}
-        units = {name: [converter.piece_unit(pieces) for pieces in (1, 2)] for name, converter in layers.items()}
+        units = {
+            name: [converter.piece_unit(pieces) for pieces in (1, 2)]
+            for name, converter in layers.items()
+        }
         assert units == {"blockwise": [16, 128], "current": [16, 16], "delayed": [16, 16]}
 
 
 def test_the_driver_makes_it_from_the_options_and_sends_it():
     assert layer_converters(Options(), family_of("qwen2")) == ()
-    made = layer_converters(Options(enable=True, emulate=True, recipe="current"), family_of("qwen2"))
+    made = layer_converters(
+        Options(enable=True, emulate=True, recipe="current"), family_of("qwen2")
+    )
     assert made == (FP8Layers(Recipe("current", "hybrid", emulate=True)),)
     assert pickle.loads(pickle.dumps(made)) == made

@@ -34,16 +34,24 @@ def resumed(tiny, tmp_path_factory):
     batch, weights_N = make_batch(61)
     cases = [{"model": tiny, "head": "two_pass", **case} for case in LOADED]
     return launch(
-        "tests.megatron.fp8.ranks", "resume", 2,
-        saved=cases[0], loaded=cases, folder=tmp_path_factory.mktemp("checkpoint"), batch=batch, weights_N=weights_N,
-    )  # fmt: skip
+        "tests.megatron.fp8.ranks",
+        "resume",
+        2,
+        saved=cases[0],
+        loaded=cases,
+        folder=tmp_path_factory.mktemp("checkpoint"),
+        batch=batch,
+        weights_N=weights_N,
+    )
 
 
 def test_a_run_goes_on_bit_for_bit(resumed):
     for rank in resumed:
         saved, loaded, *_ = rank
         assert saved["steps"] == loaded["steps"]
-        assert all(torch.equal(loaded["weights"][name], value) for name, value in saved["weights"].items())
+        assert all(
+            torch.equal(loaded["weights"][name], value) for name, value in saved["weights"].items()
+        )
     assert resumed[0][0]["weights"], "rank 0 has them"
 
 
@@ -70,9 +78,20 @@ def test_frozen_weights_have_scales_of_their_own(tiny, tmp_path):
     batch, weights_N = make_batch(61)
     case = {"fp8": DELAYED, "pp": 2, "model": tiny, "head": "two_pass"}
     for rank in launch(
-        "tests.megatron.fp8.ranks", "swap", 2, case=case, guide=str(tmp_path), batch=batch, weights_N=weights_N
+        "tests.megatron.fp8.ranks",
+        "swap",
+        2,
+        case=case,
+        guide=str(tmp_path),
+        batch=batch,
+        weights_N=weights_N,
     ):
         assert rank["untouched"] and rank["kept"]
-        assert torch.equal(rank["inside"], rank["start"]) and not torch.equal(rank["trained"], rank["start"])
+        assert torch.equal(rank["inside"], rank["start"]) and not torch.equal(
+            rank["trained"], rank["start"]
+        )
         assert torch.equal(rank["guided"], rank["alone"])
-        assert all(torch.equal(rank["of_guide"][name], value) for name, value in rank["alone_state"].items())
+        assert all(
+            torch.equal(rank["of_guide"][name], value)
+            for name, value in rank["alone_state"].items()
+        )

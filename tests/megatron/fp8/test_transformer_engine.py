@@ -1,4 +1,5 @@
-"""TransformerEngine's FP8, as far as it can be seen without a GPU: what it is told, and what is refused."""
+"""TransformerEngine's FP8, as far as it can be seen without a GPU: what it is told, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from openrlhf_ext.options.sections import Megatron
 from tests.models import make_tiny_model
 
 GPU = {
-    "is_available": lambda: True, "get_device_name": lambda: "H100", "get_device_capability": lambda: (9, 0),
-}  # fmt: skip
+    "is_available": lambda: True,
+    "get_device_name": lambda: "H100",
+    "get_device_capability": lambda: (9, 0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +36,45 @@ def shape(tmp_path_factory):
 
 
 def config(shape, recipe):
-    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron(), (FP8Layers(recipe),))
+    return transformer_config(
+        shape, ParallelLayout(1), torch.bfloat16, Megatron(), (FP8Layers(recipe),)
+    )
 
 
 def test_megatron_takes_the_recipe(shape):
     made = config(shape, Recipe(bf16_layers=BF16Layers(1, 2)))
     assert (made.fp8, made.fp8_recipe, made.fp8_param, made.fp8_dot_product_attention) == (
-        "e4m3", "blockwise", False, False,
-    )  # fmt: skip
-    assert (made.first_last_layers_bf16, made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16) == (
-        True, 1, 2,
-    )  # fmt: skip
-    made = config(shape, Recipe("delayed", "hybrid", margin=1, amax_history_len=7, amax_compute_algo="most_recent"))
-    assert (made.fp8, made.fp8_recipe, made.fp8_margin, made.fp8_amax_history_len, made.fp8_amax_compute_algo) == (
-        "hybrid", "delayed", 1, 7, "most_recent",
-    )  # fmt: skip
+        "e4m3",
+        "blockwise",
+        False,
+        False,
+    )
+    assert (
+        made.first_last_layers_bf16,
+        made.num_layers_at_start_in_bf16,
+        made.num_layers_at_end_in_bf16,
+    ) == (
+        True,
+        1,
+        2,
+    )
+    made = config(
+        shape,
+        Recipe("delayed", "hybrid", margin=1, amax_history_len=7, amax_compute_algo="most_recent"),
+    )
+    assert (
+        made.fp8,
+        made.fp8_recipe,
+        made.fp8_margin,
+        made.fp8_amax_history_len,
+        made.fp8_amax_compute_algo,
+    ) == (
+        "hybrid",
+        "delayed",
+        1,
+        7,
+        "most_recent",
+    )
     assert not made.tp_only_amax_red and not made.first_last_layers_bf16
     assert config(shape, Recipe("current", "hybrid")).fp8_recipe == "tensorwise"
 
@@ -69,16 +96,27 @@ def test_both_libraries_leave_the_same_layers_in_bf16(shape):
 def test_the_environment_decides_about_scales():
     assert Recipe().environment["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
     assert Recipe(scales="pow2").environment["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "0"
-    assert Recipe("current", scales="pow2").environment["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"
+    assert (
+        Recipe("current", scales="pow2").environment["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"]
+        == "1"
+    )
 
 
-def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(monkeypatch, tmp_path):
+def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(fp8.socket, "gethostname", lambda: "node7")
     make_tiny_model(tmp_path)
     asked = ModelSettings(str(tmp_path), ParallelLayout(1), converters=(FP8Layers(Recipe()),))
     with pytest.raises(FP8Unavailable) as refused:
         MegatronPolicy(asked)
-    for words in ("node7", "there is no GPU", "TransformerEngine is not installed", "setup_env.sh gpu", "fp8.emulate"):
+    for words in (
+        "node7",
+        "there is no GPU",
+        "TransformerEngine is not installed",
+        "setup_env.sh gpu",
+        "fp8.emulate",
+    ):
         assert words in str(refused.value)
 
 
@@ -93,7 +131,12 @@ def refusal(monkeypatch, recipe=None, *, cuda="13.0", found="2.11.0", **gpu) -> 
 
 
 def test_an_older_gpu_or_cuda_is_named_with_what_is_needed(monkeypatch):
-    text = refusal(monkeypatch, get_device_capability=lambda: (8, 9), get_device_name=lambda: "L40S", cuda="12.8")
+    text = refusal(
+        monkeypatch,
+        get_device_capability=lambda: (8, 9),
+        get_device_name=lambda: "L40S",
+        cuda="12.8",
+    )
     assert "L40S has compute capability 8.9, fp8.recipe blockwise needs 9.0" in text
     assert "built for CUDA 12.8, fp8.recipe blockwise needs 12.9" in text
 
@@ -106,7 +149,9 @@ def test_another_version_is_refused(monkeypatch):
 def test_a_library_that_cannot_be_imported_is_told_with_its_own_words(monkeypatch, tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('Found empty transformer-engine meta package')")
+    (package / "__init__.py").write_text(
+        "raise RuntimeError('Found empty transformer-engine meta package')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     text = refusal(monkeypatch)
     assert "cannot be imported (RuntimeError: Found empty transformer-engine meta package)" in text
@@ -144,13 +189,21 @@ def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
     if pow2:
         FP8Layers(Recipe(scales="pow2")).require()
     else:
-        with pytest.raises(FP8Unavailable, match=r"scales that are powers of two, fp8.scales is fp32 .*FP32_SCALES="):
+        with pytest.raises(
+            FP8Unavailable,
+            match=r"scales that are powers of two, fp8.scales is fp32 .*FP32_SCALES=",
+        ):
             FP8Layers(Recipe()).require()
 
 
 def codes(weight_NK: torch.Tensor, pow2: bool, whole: bool) -> torch.Tensor:
-    """E4M3 as TransformerEngine documents it, by torch's own cast: a scale of 448 / amax for all, or for 128 x 128."""
-    blocks = weight_NK.float().view(1, -1, 1, weight_NK.shape[1]) if whole else weight_NK.float().view(2, 128, 1, 128)
+    """E4M3 as TransformerEngine documents it, by torch's own cast: a scale of 448 / amax for all,
+    or for 128 x 128."""
+    blocks = (
+        weight_NK.float().view(1, -1, 1, weight_NK.shape[1])
+        if whole
+        else weight_NK.float().view(2, 128, 1, 128)
+    )
     scale = 448.0 / blocks.abs().amax(dim=(1, 3), keepdim=True)
     scaled = blocks * (torch.exp2(scale.log2().floor()) if pow2 else scale)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(weight_NK.shape)
@@ -178,7 +231,10 @@ def decoder(layer: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scales="pow2"), Recipe("current", "hybrid")])
 def test_the_codes_of_a_weight_are_read_back(recipe):
     prove(decoder(TELinear(recipe)), recipe, 0, 1)
-    with pytest.raises(FP8Unavailable, match=r"layers\.0\.mlp\.linear_fc1: 100\.0% of its weight's FP8 codes are not"):
+    with pytest.raises(
+        FP8Unavailable,
+        match=r"layers\.0\.mlp\.linear_fc1: 100\.0% of its weight's FP8 codes are not",
+    ):
         prove(decoder(TELinear(recipe, spoiled=True)), recipe, 0, 1)
 
 
@@ -193,7 +249,8 @@ def test_a_layer_that_should_be_bf16_and_is_not_is_found_and_so_is_the_opposite(
 
 
 def test_attention_outside_of_fp8_is_called_without_it_and_proven(monkeypatch):
-    """``fp8.modules mlp``: with a stand-in for TransformerEngine's context, which Megatron has entered."""
+    """``fp8.modules mlp``: with a stand-in for TransformerEngine's context, which Megatron has
+    entered."""
     inside = [True]
 
     @contextmanager
@@ -207,21 +264,29 @@ def test_attention_outside_of_fp8_is_called_without_it_and_proven(monkeypatch):
             self.fp8 = inside[-1]
             return super().forward(x)
 
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(fp8_autocast=fp8_autocast))
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.pytorch", SimpleNamespace(fp8_autocast=fp8_autocast)
+    )
     recipe = Recipe(modules="mlp")
     layer = SimpleNamespace(
         submodules=SimpleNamespace(
-            self_attention=SimpleNamespace(submodules=SimpleNamespace(linear_qkv=Theirs, linear_proj=Theirs)),
+            self_attention=SimpleNamespace(
+                submodules=SimpleNamespace(linear_qkv=Theirs, linear_proj=Theirs)
+            ),
             mlp=SimpleNamespace(submodules=SimpleNamespace(linear_fc1=Theirs, linear_fc2=Theirs)),
         )
     )
     FP8Layers(recipe).convert(layer, 0, 1)
     made = decoder(layer.submodules.mlp.submodules.linear_fc1(recipe))
-    made.layers[0].self_attention.linear_qkv = layer.submodules.self_attention.submodules.linear_qkv(recipe)
+    made.layers[
+        0
+    ].self_attention.linear_qkv = layer.submodules.self_attention.submodules.linear_qkv(recipe)
     for linear in (made.layers[0].mlp.linear_fc1, made.layers[0].self_attention.linear_qkv):
         linear(torch.zeros(1, 128, dtype=torch.bfloat16))
     prove(made, recipe, 0, 1)
-    with pytest.raises(FP8Unavailable, match="linear_qkv is a Theirs, which does not compute in FP8"):
+    with pytest.raises(
+        FP8Unavailable, match="linear_qkv is a Theirs, which does not compute in FP8"
+    ):
         prove(made, Recipe(), 0, 1)
 
 

@@ -31,7 +31,8 @@ from tests.sequences import plain_rows
 RANK, ALPHA = 4, 6  # times 1.5: by a power of two it is all the same what is rounded
 
 
-# ---- peft ---------------------------------------------------------------------------------------------------------
+# ---- peft
+# --------------------------------------------------------------------------------------------------
 
 
 def logprobs(model, batch):
@@ -43,12 +44,17 @@ def logprobs(model, batch):
 
 
 def truth(folder: Path, adapter: Path, batch, weights_N, targets) -> dict:
-    """In fp64: log-probs, gradients, the adapter after two clipped Adam steps, merged weights; B is off zero, where A
-    would have no gradient. The adapter that it began with is saved to ``adapter``."""
+    """In fp64: log-probs, gradients, the adapter after two clipped Adam steps, merged weights; B is
+    off zero, where A would have no gradient. The adapter that it began with is saved to
+    ``adapter``."""
     torch.manual_seed(3)
-    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets, bias="none")
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets, bias="none"
+    )
     # experts eager: the default, grouped_mm, does not take fp64
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
     model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,32 +64,49 @@ def truth(folder: Path, adapter: Path, batch, weights_N, targets) -> dict:
     model = model.to(torch.float64)
     with model.disable_adapter(), torch.no_grad():
         out = {"base": logprobs(model, batch)}
-    trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    trained = {
+        name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad
+    }
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+    )
     out["norms"] = []
     for step in range(2):
         optimizer.zero_grad()
         found = logprobs(model, batch)
         (-(found * weights_N).sum()).backward()
         if step == 0:
-            out |= {"logprobs": found.detach(), "grads": {n: p.grad.clone() for n, p in trained.items()}}
+            out |= {
+                "logprobs": found.detach(),
+                "grads": {n: p.grad.clone() for n, p in trained.items()},
+            }
         out["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
         optimizer.step()
     out["adapter"] = {name: p.detach().clone() for name, p in trained.items()}
-    out["merged"] = unfused({name: p.detach() for name, p in model.merge_and_unload().named_parameters()})
+    out["merged"] = unfused(
+        {name: p.detach() for name, p in model.merge_and_unload().named_parameters()}
+    )
     return out
 
 
-# ---- a rank -------------------------------------------------------------------------------------------------------
+# ---- a rank
+# --------------------------------------------------------------------------------------------------
 
 
 def lora_policy(case: dict, world_size: int) -> MegatronPolicy:
-    """Keys besides those of ``parity.settings``: adapter (folder to start from), targets, dropout, seed."""
+    """Keys besides those of ``parity.settings``: adapter (folder to start from), targets, dropout,
+    seed."""
     made = settings(case, world_size)
-    targets = resolved_targets(case.get("targets", ALL_LINEAR), read_model_shape(case["model"]).family)
+    targets = resolved_targets(
+        case.get("targets", ALL_LINEAR), read_model_shape(case["model"]).family
+    )
     adapter = Adapter(case.get("rank", RANK), ALPHA, case.get("dropout", 0.0), targets)
     made = dataclasses.replace(
-        made, converters=(*made.converters, LoRALayers(adapter, case.get("seed", 0), case.get("adapter")))
+        made,
+        converters=(
+            *made.converters,
+            LoRALayers(adapter, case.get("seed", 0), case.get("adapter")),
+        ),
     )
     initialize_distributed(made.layout, PATIENCE_S, 1234)
     return MegatronPolicy(made)
@@ -126,11 +149,16 @@ def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
             except CheckpointError as error:
                 out["refused"] = str(error)
         if "dropout" in case:
-            steps = [policy.train_step(mine, shaped, shaped)["grad_norm"] for _ in range(0 if "load" in case else 2)]
+            steps = [
+                policy.train_step(mine, shaped, shaped)["grad_norm"]
+                for _ in range(0 if "load" in case else 2)
+            ]
             if "save" in case:
                 _save(policy, root / case["save"])
             steps.append(policy.train_step(mine, shaped, shaped)["grad_norm"])
-            copies = [(m.lora_b if m.is_row else m.lora_a).detach().clone() for m in _linears(policy)]
+            copies = [
+                (m.lora_b if m.is_row else m.lora_a).detach().clone() for m in _linears(policy)
+            ]
             out |= {"steps": steps, "adapter": _adapter(policy), "copies": copies}
         elif "save" in case:
             _save(policy, root / case["save"])
@@ -142,7 +170,9 @@ def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
 
 def dropout_masks(model: str, seed: int) -> list:
     """Of the first linear and of the last one, from a row of ones: what this rank draws."""
-    policy = lora_policy({"model": model, "dropout": 0.5, "seed": seed, "pp": 1}, int(os.environ["WORLD_SIZE"]))
+    policy = lora_policy(
+        {"model": model, "dropout": 0.5, "seed": seed, "pp": 1}, int(os.environ["WORLD_SIZE"])
+    )
     linears = [_linears(policy)[0], _linears(policy)[-1]]
     masks = []
     for linear in linears:
@@ -184,20 +214,36 @@ def _what_is_kept(policy: MegatronPolicy, before: list) -> dict:
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if id(p) not in own]
     buffers = sum(buffer.grad_data.numel() for model in policy.models for buffer in model.buffers)
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    states = [t for part in parts for state in part.optimizer.state.values() for t in state.values() if t.numel() > 1]
+    states = [
+        t
+        for part in parts
+        for state in part.optimizer.state.values()
+        for t in state.values()
+        if t.numel() > 1
+    ]
     named = zip(policy.chunks[0].named_parameters(), before, strict=True)
     moved = [name for (name, parameter), old in named if not torch.equal(parameter, old)]
     return {
         "base_with_gradients": sum(p.grad is not None or hasattr(p, "main_grad") for p in frozen),
-        "gradient_entries": buffers, "adapter_entries": sum(p.numel() for p in adapter_parameters(policy.chunks)),
-        "dtypes": sorted({str(p.dtype) for p in adapter_parameters(policy.chunks)} | {str(t.dtype) for t in states}),
-        "state_entries": sum(t.numel() for t in states), "moved": [n for n in moved if "lora" not in n],
+        "gradient_entries": buffers,
+        "adapter_entries": sum(p.numel() for p in adapter_parameters(policy.chunks)),
+        "dtypes": sorted(
+            {str(p.dtype) for p in adapter_parameters(policy.chunks)}
+            | {str(t.dtype) for t in states}
+        ),
+        "state_entries": sum(t.numel() for t in states),
+        "moved": [n for n in moved if "lora" not in n],
         "copies": [(m.lora_b if m.is_row else m.lora_a).detach().clone() for m in _linears(policy)],
-    }  # fmt: skip
+    }
 
 
 def _linears(policy: MegatronPolicy) -> list:
-    return [m for chunk in policy.chunks for m in chunk.modules() if getattr(m, "adapter", None) is not None]
+    return [
+        m
+        for chunk in policy.chunks
+        for m in chunk.modules()
+        if getattr(m, "adapter", None) is not None
+    ]
 
 
 def _adapter(policy: MegatronPolicy) -> dict:

@@ -1,4 +1,5 @@
-"""A converter that is written in one file and named nowhere else, and what a rank does with a policy that has it."""
+"""A converter that is written in one file and named nowhere else, and what a rank does with a
+policy that has it."""
 
 from __future__ import annotations
 
@@ -50,17 +51,24 @@ class Scaled(LayerConverter):
     def state(self, chunks):
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         linears = {layer.layer_number - 1: layer.self_attention.linear_proj for layer in layers}
-        return {f"layers.{n}.factor": one.factor for n, one in linears.items() if isinstance(one, ScaledLinear)}
+        return {
+            f"layers.{n}.factor": one.factor
+            for n, one in linears.items()
+            if isinstance(one, ScaledLinear)
+        }
 
 
 def policy_of(case: dict, factor: float | None) -> MegatronPolicy:
-    made = dataclasses.replace(settings(case, 2), converters=() if factor is None else (Scaled(factor),))
+    made = dataclasses.replace(
+        settings(case, 2), converters=() if factor is None else (Scaled(factor),)
+    )
     initialize_distributed(made.layout, PATIENCE_S, 1234)
     return MegatronPolicy(made)
 
 
 def run(case: dict, folder: Path, batch, weights_N) -> dict:
-    """Log-probs by factor, gradients, what a frozen copy gives, and what factor 1 makes of factor 2's checkpoint."""
+    """Log-probs by factor, gradients, what a frozen copy gives, and what factor 1 makes of factor
+    2's checkpoint."""
     found = {}
     for factor in (None, 1.0):
         found[factor] = policy_of(case, factor).logprobs(batch).logprobs_N

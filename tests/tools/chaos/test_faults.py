@@ -44,7 +44,9 @@ def test_the_same_seed_draws_the_same_faults_and_another_one_others():
     drawn = [one for faults in first for one in faults]
     assert {one.phase for one in drawn} == set(PHASES) and len({one.fault for one in drawn}) > 30
     assert all(one.phase in FAULTS[one.fault].phases for one in drawn)
-    assert all([one.step for one in faults] == sorted(one.step for one in faults) for faults in first)
+    assert all(
+        [one.step for one in faults] == sorted(one.step for one in faults) for faults in first
+    )
 
 
 def test_what_is_done_while_a_checkpoint_loads_follows_a_kill():
@@ -59,7 +61,9 @@ def test_what_is_done_while_a_checkpoint_loads_follows_a_kill():
 def test_every_fault_is_about_a_kind_of_process_that_is_known():
     for name, fault in FAULTS.items():
         assert fault.victim in {*KINDS, "driver", "command"}, name
-        assert fault.needs in {"", "root", "netem", "reward", *KINDS} and set(fault.phases) <= set(PHASES), name
+        assert fault.needs in {"", "root", "netem", "reward", *KINDS} and set(fault.phases) <= set(
+            PHASES
+        ), name
 
 
 def test_a_process_is_killed_stopped_and_paused(victim, tmp_path, monkeypatch):
@@ -108,7 +112,9 @@ def test_the_newest_checkpoint_is_damaged_or_removed(tmp_path, victim):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("{}")
     Drawn("run_removed", "saving", 1, 0.0).inject(run)
-    assert not (tmp_path / "run").exists() and (tmp_path / "removed/metrics.jsonl").read_text() == "{}"
+    assert (
+        not (tmp_path / "run").exists() and (tmp_path / "removed/metrics.jsonl").read_text() == "{}"
+    )
 
 
 def test_a_victim_that_is_not_there_is_said(tmp_path):
@@ -120,7 +126,10 @@ def test_a_reward_function_is_counted_and_misbehaves_once(tmp_path):
     from openrlhf_ext.tools.chaos.reward import Spoiled
 
     user = tmp_path / "user.py"
-    user.write_text("def reward_func(queries, prompts, labels): return {'rewards': len(queries[0]), 'scores': 1}\n")
+    user.write_text(
+        "def reward_func(queries, prompts, labels): return {'rewards': len(queries[0]), "
+        "'scores': 1}\n"
+    )
     spoiled = Spoiled(str(user), str(tmp_path))
     Drawn("reward_raises", "sampling", 1, 0.0).inject(run_of(tmp_path, command=[psutil.Process()]))
     with pytest.raises(RuntimeError, match="chaos raised this"):

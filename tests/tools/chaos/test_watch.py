@@ -61,7 +61,12 @@ def test_phases_are_read_from_titles_events_and_records(tmp_path, monkeypatch):
     write(run.folder, "metrics.jsonl", {"step": 2}, {"step": 3})
     assert run.phase() == "end"
     write(run.folder, "metrics.jsonl", {"step": 1}, {"step": 2})
-    for call, phase in {"fit": "training", "send_weights": "sync", "save_state": "saving", "save_model": "end"}.items():
+    for call, phase in {
+        "fit": "training",
+        "send_weights": "sync",
+        "save_state": "saving",
+        "save_model": "end",
+    }.items():
         monkeypatch.setattr(watch, "title", lambda process, call=call: titled(run, process, call))
         assert run.phase() == phase
     assert run.reach("end", 2, "rank", time.monotonic() + PATIENCE_S)
@@ -97,9 +102,11 @@ def test_ranks_of_a_supervised_run_are_found_and_what_they_do(tmp_path, monkeypa
     assert run.phase() == "start" and len(run.kinds["rank"]) == 1 and "driver" not in run.kinds
     write(folder, "events.jsonl", {"event": "ready", "time": time.time(), "steps": 3})
     for records, phase in (
-        ([{"step": 0, "eval/loss": 1}], "training"), ([{"step": 2}], "evaluation"),
-        ([{"step": 2, "eval/loss": 1}], "training"), ([{"step": 3}], "end"),
-    ):  # fmt: skip
+        ([{"step": 0, "eval/loss": 1}], "training"),
+        ([{"step": 2}], "evaluation"),
+        ([{"step": 2, "eval/loss": 1}], "training"),
+        ([{"step": 3}], "end"),
+    ):
         write(folder, "metrics.jsonl", *records)
         assert run.phase() == phase
     run.kill()
@@ -107,7 +114,11 @@ def test_ranks_of_a_supervised_run_are_found_and_what_they_do(tmp_path, monkeypa
 
 
 def titled(run: Run, process: psutil.Process, call: str) -> str:
-    return f"ray::PolicyActor.{call} " if process in run.kinds["rank"] else f"{sys.executable} of pid {process.pid}"
+    return (
+        f"ray::PolicyActor.{call} "
+        if process in run.kinds["rank"]
+        else f"{sys.executable} of pid {process.pid}"
+    )
 
 
 def test_a_process_that_is_left_is_named_with_its_ports_and_ended(tmp_path, monkeypatch):
@@ -130,7 +141,9 @@ def test_a_run_that_does_not_end_is_killed_with_all_that_it_started(tmp_path):
 @pytest.mark.parametrize("text", ["", '{"step": 1}\n{"st'])
 def test_a_line_that_is_being_written_is_left_out(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert [record["step"] for record in watch.read_records(tmp_path / "metrics.jsonl")] == [1] * bool(text)
+    assert [record["step"] for record in watch.read_records(tmp_path / "metrics.jsonl")] == [
+        1
+    ] * bool(text)
     assert watch.read_records(tmp_path / "none") == []
 
 
@@ -158,15 +171,21 @@ while not (folder / "end").exists():
 """
 
 
-@pytest.mark.skipif("root" not in watch.abilities(), reason="needs root: a network and a /dev/shm of a run's own")
+@pytest.mark.skipif(
+    "root" not in watch.abilities(), reason="needs root: a network and a /dev/shm of a run's own"
+)
 def test_what_needs_root_is_done_to_the_run_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("openrlhf_ext.tools.chaos.faults._PAUSE_S", 1.0)
     folder = tmp_path / "it"
     folder.mkdir()
-    run = Run([sys.executable, "-c", ISOLATED, str(folder)], folder, evaluates_every=-1, isolated=True)
+    run = Run(
+        [sys.executable, "-c", ISOLATED, str(folder)], folder, evaluates_every=-1, isolated=True
+    )
 
     def can(**expected: bool) -> None:
-        until(lambda: (folder / "told").exists() and expected.items() <= told().items(), str(expected))
+        until(
+            lambda: (folder / "told").exists() and expected.items() <= told().items(), str(expected)
+        )
 
     def told() -> dict[str, bool]:
         return json.loads((folder / "told").read_text())
@@ -175,7 +194,11 @@ def test_what_needs_root_is_done_to_the_run_alone(tmp_path, monkeypatch):
     until(lambda: run.look() or run.kinds.get("command"), "its processes")
     Drawn("network_gap", "sampling", 0, 0.0).inject(run)
     can(reach=True)
-    for fault, lost in {"checkpoints_read_only": "save", "shm_full": "share", "network_cut": "reach"}.items():
+    for fault, lost in {
+        "checkpoints_read_only": "save",
+        "shm_full": "share",
+        "network_cut": "reach",
+    }.items():
         Drawn(fault, "sampling", 0, 0.0).inject(run)
         can(**{lost: False})
     (tmp_path / "it/checkpoints/file").write_text("outside it is as it was")

@@ -37,23 +37,40 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
         additional_special_tokens=SPECIAL[2:],
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def model() -> Qwen2ForCausalLM:
-    """A random model whose saved sampling defaults would change every distribution, were they used."""
+    """A random model whose saved sampling defaults would change every distribution, were they
+    used."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=POSITIONS, initializer_range=0.2,
-        eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.2,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     model = Qwen2ForCausalLM(config).float()
     model.generation_config = GenerationConfig(
-        do_sample=True, top_k=1, top_p=0.01, repetition_penalty=3.0, temperature=0.01, eos_token_id=1, pad_token_id=0
+        do_sample=True,
+        top_k=1,
+        top_p=0.01,
+        repetition_penalty=3.0,
+        temperature=0.01,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     return model
 
@@ -69,7 +86,9 @@ def checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "problems.jsonl"
-    rows = [{"question": f"{i}+{i}=?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(1, 9)]
+    rows = [
+        {"question": f"{i}+{i}=?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(1, 9)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -15,14 +15,24 @@ from tests.tools.evaluate.conftest import POSITIONS
 
 
 def evaluate_once(
-    checkpoint: Path, data: Path, reward: Path, *, limit: int | None = None, n: int = 3, tokens: int = 6,
+    checkpoint: Path,
+    data: Path,
+    reward: Path,
+    *,
+    limit: int | None = None,
+    n: int = 3,
+    tokens: int = 6,
     max_failures: int = 0,
-) -> EvaluationResult:  # fmt: skip
+) -> EvaluationResult:
     task = Task("data", str(data), load_problems(data, limit=limit), str(reward), PromptStyle())
     options = Evaluate(
-        model=str(checkpoint), n_samples=n, max_new_tokens=tokens, batch_size=8, num_workers=1,
+        model=str(checkpoint),
+        n_samples=n,
+        max_new_tokens=tokens,
+        batch_size=8,
+        num_workers=1,
         max_failures=max_failures,
-    )  # fmt: skip
+    )
     with Store(None, {}) as store:
         (result,) = evaluate([task], [store], options, [1, 2][:n], open_transformers)
     return result
@@ -55,13 +65,17 @@ def add_row(data: Path, question: str, answer: str) -> None:
         file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
-def test_overlong_prompts_are_counted_and_left_out(checkpoint: Path, data: Path, reward: Path) -> None:
+def test_overlong_prompts_are_counted_and_left_out(
+    checkpoint: Path, data: Path, reward: Path
+) -> None:
     add_row(data, "1" * POSITIONS, "#### 1")
     result = evaluate_once(checkpoint, data, reward)
     assert (result.prompts, result.skipped_overlong) == (8, 1)
 
 
-def test_a_file_of_overlong_prompts_is_refused(checkpoint: Path, tmp_path: Path, reward: Path) -> None:
+def test_a_file_of_overlong_prompts_is_refused(
+    checkpoint: Path, tmp_path: Path, reward: Path
+) -> None:
     data = tmp_path / "long.jsonl"
     add_row(data, "1" * POSITIONS, "#### 1")
     with pytest.raises(ValueError, match="--max_new_tokens"):
@@ -70,20 +84,30 @@ def test_a_file_of_overlong_prompts_is_refused(checkpoint: Path, tmp_path: Path,
 
 def failing_reward(tmp_path: Path) -> Path:
     path = tmp_path / "failing.py"
-    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': float('nan')}\n")
+    path.write_text(
+        "def reward_func(queries, prompts, labels):\n    return {'rewards': float('nan')}\n"
+    )
     return path
 
 
-def test_failed_gradings_count_as_wrong_up_to_the_limit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    result = evaluate_once(checkpoint, data, failing_reward(tmp_path), n=1, tokens=4, max_failures=8)
+def test_failed_gradings_count_as_wrong_up_to_the_limit(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    result = evaluate_once(
+        checkpoint, data, failing_reward(tmp_path), n=1, tokens=4, max_failures=8
+    )
     assert (result.accuracy, result.reward_failures) == (0.0, 8)
 
 
-def test_too_many_failed_gradings_stop_the_evaluation(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_too_many_failed_gradings_stop_the_evaluation(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RewardFailureLimit, match="--reward.max_failures"):
         evaluate_once(checkpoint, data, failing_reward(tmp_path), n=1, tokens=4, max_failures=7)
 
 
-def test_a_missing_reward_file_is_found_before_sampling(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_a_missing_reward_file_is_found_before_sampling(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RewardImportError, match="there is no file"):
         evaluate_once(checkpoint, data, tmp_path / "none.py")

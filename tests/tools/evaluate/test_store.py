@@ -8,9 +8,22 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.evaluate.problems import Store, read_results
 
 SETTINGS = {"n": 2, "model": "abc"}
-ANSWER = {"tokens": 3, "truncated": False, "reward": 1.0, "score": 1.0, "graded": True, "extra_logs": {}, "vote": 0}
+ANSWER = {
+    "tokens": 3,
+    "truncated": False,
+    "reward": 1.0,
+    "score": 1.0,
+    "graded": True,
+    "extra_logs": {},
+    "vote": 0,
+}
 RESULTS = [
-    {"problem": place, "prompt": "Q", "label": "A", "completions": [{"text": "ä\n" * place, **ANSWER}]}
+    {
+        "problem": place,
+        "prompt": "Q",
+        "label": "A",
+        "completions": [{"text": "ä\n" * place, **ANSWER}],
+    }
     for place in range(3)
 ]
 
@@ -35,7 +48,9 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path: Path) -> No
     with Store(path, SETTINGS) as store:
         store.append(RESULTS)
     before = path.read_bytes()
-    complaint = r"holds results of other settings \(n was 2, is 3\): give these settings, or another --out"
+    complaint = (
+        r"holds results of other settings \(n was 2, is 3\): give these settings, or another --out"
+    )
     with pytest.raises(ValueError, match=complaint):
         Store(path, SETTINGS | {"n": 3})
     path.with_name("notes.jsonl").write_text("my notes\n")
@@ -48,11 +63,19 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path: Path) -> No
     ("line", "complaint"),
     [
         ("{", "not JSON"),
-        ('{"problem": 0, "prompt": "Q", "completions": []}', "completions must be a list of at least one, each a map"),
-        ('{"problem": 0, "prompt": "Q", "completions": [{"text": "1", "reward": "high"}]}', "reward .a finite number."),
+        (
+            '{"problem": 0, "prompt": "Q", "completions": []}',
+            "completions must be a list of at least one, each a map",
+        ),
+        (
+            '{"problem": 0, "prompt": "Q", "completions": [{"text": "1", "reward": "high"}]}',
+            "reward .a finite number.",
+        ),
     ],
 )
-def test_a_line_that_is_no_graded_problem_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_line_that_is_no_graded_problem_is_named(
+    tmp_path: Path, line: str, complaint: str
+) -> None:
     path = tmp_path / "results.jsonl"
     with Store(path, SETTINGS) as store:
         store.append(RESULTS[:1])

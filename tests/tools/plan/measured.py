@@ -1,4 +1,5 @@
-"""What ranks really hold: states as they were allocated, and what autograd saved at the most in a training pass."""
+"""What ranks really hold: states as they were allocated, and what autograd saved at the most in a
+training pass."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ class SavedStorages:
         self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:
-        return tensor if tensor.untyped_storage()._cdata in self.excluded else _Saved(self, tensor.detach())
+        return (
+            tensor
+            if tensor.untyped_storage()._cdata in self.excluded
+            else _Saved(self, tensor.detach())
+        )
 
     def unpack(self, saved: _Saved | Tensor) -> Tensor:
         return saved.tensor if isinstance(saved, _Saved) else saved
@@ -53,7 +58,8 @@ class _Saved:
 
 
 def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
-    """For each case bytes of every kind of state, and of what was saved at the most over all micro-batches."""
+    """For each case bytes of every kind of state, and of what was saved at the most over all
+    micro-batches."""
     results = []
     for case in cases:
         layout = ParallelLayout(**case["layout"])
@@ -67,25 +73,33 @@ def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
         initialize_distributed(layout, PATIENCE_S, 1234)
         on_host = case.get("on_host", False)
         policy = MegatronPolicy(
-            ModelSettings(case["model"], layout, megatron, optimizer=optimizer, adam_offload=on_host)
+            ModelSettings(
+                case["model"], layout, megatron, optimizer=optimizer, adam_offload=on_host
+            )
         )
         sequences = [torch.randint(2, 60, (length,)) for length in lengths]
-        batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
+        batch = masked_batch(
+            sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences]
+        )
         saved = saved_by(policy, spread(policy.shape, batch))
         policy.optimizer_step()  # Adam makes its moments at the first step
         states = ModelStates(policy.models, policy.optimizer, policy.device)
-        held = [state for part in parts_of(policy.optimizer) for state in part.optimizer.state.values()]
+        held = [
+            state for part in parts_of(policy.optimizer) for state in part.optimizer.state.values()
+        ]
         counters = 0 if on_host else sum(state["step"].nbytes for state in held)
         here = sum(tensor.nbytes for state in held for tensor in state.values()) if on_host else 0
         results.append(
-            {kind: states.nbytes(kind) for kind in KINDS} | {"counters": counters, "saved": saved, "on_host": here}
+            {kind: states.nbytes(kind) for kind in KINDS}
+            | {"counters": counters, "saved": saved, "on_host": here}
         )
         parallel_state.destroy_model_parallel()
     return results
 
 
 def spread(shape: ModelShape, batch: SequenceBatch) -> SequenceBatch:
-    """A mixture is told the experts of every token, so that each has as many tokens as the others."""
+    """A mixture is told the experts of every token, so that each has as many tokens as the
+    others."""
     if not shape.num_experts:
         return batch
     first_M = torch.arange(len(batch.tokens_M)) * shape.experts_per_token
@@ -99,7 +113,9 @@ def parts_of(optimizer) -> list:
 
 
 def saved_by(policy: MegatronPolicy, batch) -> int:
-    weights = {p.data.untyped_storage()._cdata for model in policy.models for p in model.parameters()}
+    weights = {
+        p.data.untyped_storage()._cdata for model in policy.models for p in model.parameters()
+    }
     saved = SavedStorages(weights)
     policy.zero_grad()
     plan = [[row] for row in range(len(batch))]  # every sequence a micro-batch

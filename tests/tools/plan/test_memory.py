@@ -18,25 +18,41 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan import memory
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
-from openrlhf_ext.tools.plan.memory import LayerActivations, Pass, StateOptions, activations, rank_states
+from openrlhf_ext.tools.plan.memory import (
+    LayerActivations,
+    Pass,
+    StateOptions,
+    activations,
+    rank_states,
+)
 from tests.launch import launch
 from tests.models import MIXTURES, make_tiny_model
 from tests.tools.plan.test_layout_proof import config_folder
 
 LENGTH, SEQUENCES = 256, 4
 TP, PP, CP, VP, LAST = (
-    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "virtual_pipeline_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "virtual_pipeline_size",
     "decoder_last_pipeline_num_layers",
-)  # fmt: skip
+)
 EP, ETP, SP = "expert_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"
 MIXTURE_LAYOUTS = [
     ParallelLayout(world_size, **sizes)
     for world_size, sizes in (
-        (1, {}), (4, {TP: 2, SP: True}), (8, {EP: 8}), (8, {TP: 2, SP: True, EP: 4}), (8, {TP: 4, SP: True, EP: 2}),
-        (16, {EP: 4, ETP: 2}), (16, {PP: 2, EP: 4}), (16, {TP: 2, SP: True, PP: 2, VP: 2, EP: 2, CP: 2}),
-        (16, {TP: 2, SP: True, PP: 2, EP: 2, ETP: 2, LAST: 3}), (6, {PP: 3, LAST: 2, EP: 2}),
+        (1, {}),
+        (4, {TP: 2, SP: True}),
+        (8, {EP: 8}),
+        (8, {TP: 2, SP: True, EP: 4}),
+        (8, {TP: 4, SP: True, EP: 2}),
+        (16, {EP: 4, ETP: 2}),
+        (16, {PP: 2, EP: 4}),
+        (16, {TP: 2, SP: True, PP: 2, VP: 2, EP: 2, CP: 2}),
+        (16, {TP: 2, SP: True, PP: 2, EP: 2, ETP: 2, LAST: 3}),
+        (6, {PP: 3, LAST: 2, EP: 2}),
     )
-]  # fmt: skip
+]
 RECOMPUTED = {
     "none": {},
     "core_attn": {"recompute": "selective"},
@@ -49,24 +65,41 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False), ("llama", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False), ("llama", True)]
+)
 def test_parameters_are_those_of_models_built_in_many_layouts(tmp_path, family, tied):
     folder = config_folder(tmp_path, family, tie_word_embeddings=tied)
     shape = read_model_shape(folder)
     for layout in (
-        ParallelLayout(1), ParallelLayout(8, 2, 1, 2, True), ParallelLayout(16, 4, 2), ParallelLayout(8, 2, 4, 1, True),
-        ParallelLayout(4, 1, 2, 1, False, 2), ParallelLayout(3, 1, 3, 1, False, 1, None, 2),
+        ParallelLayout(1),
+        ParallelLayout(8, 2, 1, 2, True),
+        ParallelLayout(16, 4, 2),
+        ParallelLayout(8, 2, 4, 1, True),
+        ParallelLayout(4, 1, 2, 1, False, 2),
+        ParallelLayout(3, 1, 3, 1, False, 1, None, 2),
         ParallelLayout(4, 2, 2, 1, True, 1, 3),
-    ):  # fmt: skip
+    ):
         shares = prove_layout(folder, layout, torch.bfloat16, distributed_optimizer=True).shares
         for share in shares:
-            assert rank_states(shape, layout, share.pipeline, StateOptions()).parameters == share.states.parameters
+            assert (
+                rank_states(shape, layout, share.pipeline, StateOptions()).parameters
+                == share.states.parameters
+            )
 
 
 def test_fp8_copies_are_those_of_built_models(tmp_path):
-    folder, layout = config_folder(tmp_path, num_hidden_layers=8), ParallelLayout(8, 2, 2, 1, False, 2)
+    folder, layout = (
+        config_folder(tmp_path, num_hidden_layers=8),
+        ParallelLayout(8, 2, 2, 1, False, 2),
+    )
     shape = read_model_shape(folder)
-    for recipe in (Recipe(), Recipe(bf16_layers=BF16Layers(1, 3)), Recipe(modules="mlp"), Recipe(emulate=True)):
+    for recipe in (
+        Recipe(),
+        Recipe(bf16_layers=BF16Layers(1, 3)),
+        Recipe(modules="mlp"),
+        Recipe(emulate=True),
+    ):
         fp8 = (FP8Layers(recipe),)
         options = StateOptions(converters=fp8)
         for share in prove_layout(folder, layout, torch.bfloat16, True, converters=fp8).shares:
@@ -75,11 +108,14 @@ def test_fp8_copies_are_those_of_built_models(tmp_path):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_states_of_a_mixture_are_those_of_the_proof(tmp_path, family):
-    """But for the gaps of buffers and what shares of the optimizer differ by; exactly: see real ranks below."""
+    """But for the gaps of buffers and what shares of the optimizer differ by; exactly: see real
+    ranks below."""
     folder = config_folder(tmp_path, family, num_hidden_layers=8)
     shape = read_model_shape(folder)
     for layout in MIXTURE_LAYOUTS:
-        for share in prove_layout(folder, layout, torch.bfloat16, distributed_optimizer=True).shares:
+        for share in prove_layout(
+            folder, layout, torch.bfloat16, distributed_optimizer=True
+        ).shares:
             found, proved = rank_states(shape, layout, share.pipeline, StateOptions()), share.states
             assert found.parameters == proved.parameters
             gaps = 64 * 8 * shape.num_experts * 2  # one before every parameter at most
@@ -89,37 +125,60 @@ def test_states_of_a_mixture_are_those_of_the_proof(tmp_path, family):
 
 @pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "down_proj")])
 def test_adapters_states_are_those_of_built_models(tmp_path, targets):
-    """That a real rank keeps no gradient or state of the base: tests/megatron/layers/test_lora.py."""
-    folder, layout = config_folder(tmp_path, num_hidden_layers=4), ParallelLayout(16, 2, 2, 1, True, 2)
+    """That a real rank keeps no gradient or state of the base:
+    tests/megatron/layers/test_lora.py."""
+    folder, layout = (
+        config_folder(tmp_path, num_hidden_layers=4),
+        ParallelLayout(16, 2, 2, 1, True, 2),
+    )
     shape = read_model_shape(folder)
     lora = (LoRALayers(Adapter(8, 16, 0.0, resolved_targets(targets, shape.family))),)
     options = StateOptions(distributed=True, converters=lora)
     for share in prove_layout(folder, layout, torch.bfloat16, True, converters=lora).shares:
         found = rank_states(shape, layout, share.pipeline, options)
         assert (found.parameters, found.weights) == (share.states.parameters, share.states.weights)
-        assert (found.gradients, found.optimizer) == (share.states.gradients, share.states.optimizer)
+        assert (found.gradients, found.optimizer) == (
+            share.states.gradients,
+            share.states.optimizer,
+        )
         assert found.gradients < 0.5 * found.weights
 
 
 def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    """Of ``megatron.model.spec``'s own layers, which compute what TransformerEngine's do with a GPU's kernels."""
-    tokens, tp, cp, e = work.tokens, layout.tensor_parallel_size, layout.context_parallel_size, work.param_bytes
+    """Of ``megatron.model.spec``'s own layers, which compute what TransformerEngine's do with a
+    GPU's kernels."""
+    tokens, tp, cp, e = (
+        work.tokens,
+        layout.tensor_parallel_size,
+        layout.context_parallel_size,
+        work.param_bytes,
+    )
     rows = tokens // tp if layout.sequence_parallel else tokens
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     wide, rope = rows * shape.hidden_size, tokens * 4 * e * shape.head_dim
     norm = wide * (4 + 2 * e) + 4 * rows  # its input in fp32, normalized, scaled
     qk_norm = ((query + key) * (4 + e) + 8 * heads) if shape.qk_norm else 0
-    # values are a view of all that the projection made; context-parallel ranks gather keys and values
+    # values are a view of all that the projection made; context-parallel ranks gather keys and
+    # values
     operands = e * (2 * query + 3 * key)
-    kept, attention, core = operands + e * query, norm + qk_norm + rope, operands + e * query + 4 * heads
+    kept, attention, core = (
+        operands + e * query,
+        norm + qk_norm + rope,
+        operands + e * query + 4 * heads,
+    )
     if cp > 1:
         chunk = LENGTH // (2 * cp)  # the rank that has most masks of its second and later chunks
         masks = tokens * cp // LENGTH * chunk * chunk * (2 * cp + 1) * e
         # the projection's input are the results of both chunks, put together
-        kept, attention, core = operands, attention + e * query, e * (2 * query + cp * 2 * key) + masks + 4 * heads
+        kept, attention, core = (
+            operands,
+            attention + e * query,
+            e * (2 * query + cp * 2 * key) + masks + 4 * heads,
+        )
     of_mlp, mlp_kept = 5 * e * tokens * shape.ffn_hidden_size // tp, None
-    if shape.num_experts:  # which keeps three more than the fused activation: SiLU's result, up again, their product
+    # which keeps three more than the fused activation: SiLU's result, up again, their product
+    if shape.num_experts:
         computed = rows * shape.experts_per_token * layout.expert_tensor
         of_mlp = shape.mlp.activation_bytes(tokens, layout, e, e)
         of_mlp += 3 * e * computed * shape.ffn_hidden_size // layout.expert_tensor
@@ -129,15 +188,28 @@ def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> Lay
     return LayerActivations(wide * e, attention, core, kept, mlp, final, e == 4, mlp_kept)
 
 
-def case(folder: Path, layout: dict, recompute: str = "none", dtype: str = "bf16", distributed: bool = True, **more):
+def case(
+    folder: Path,
+    layout: dict,
+    recompute: str = "none",
+    dtype: str = "bf16",
+    distributed: bool = True,
+    **more,
+):
     return {
-        "model": str(folder), "layout": layout, "dtype": dtype, "recompute": RECOMPUTED[recompute],
-        "distributed": distributed, **more,
-    }  # fmt: skip
+        "model": str(folder),
+        "layout": layout,
+        "dtype": dtype,
+        "recompute": RECOMPUTED[recompute],
+        "distributed": distributed,
+        **more,
+    }
 
 
 def check(cases: list[dict], ranks: int) -> None:
-    results = launch("tests.tools.plan.measured", "run_cases", ranks, cases=cases, lengths=[LENGTH] * SEQUENCES)
+    results = launch(
+        "tests.tools.plan.measured", "run_cases", ranks, cases=cases, lengths=[LENGTH] * SEQUENCES
+    )
     for i, one in enumerate(cases):
         layout = ParallelLayout(**one["layout"])
         for stage in range(layout.pipeline_parallel_size):
@@ -145,7 +217,8 @@ def check(cases: list[dict], ranks: int) -> None:
 
 
 def compare(one: dict, layout: ParallelLayout, stage: int, ranks: list[dict]) -> None:
-    """The stage's ranks: states exact, that of the fullest rank; activations within 5 %, at the most of any rank."""
+    """The stage's ranks: states exact, that of the fullest rank; activations within 5 %, at the
+    most of any rank."""
     shape: ModelShape = read_model_shape(one["model"])
     size = 2 if one["dtype"] == "bf16" else 4
     buckets = one.get("overlap", {}).get("ddp_bucket_size")
@@ -170,7 +243,8 @@ def test_one_rank_in_every_recompute_mode(tmp_path):
         case(tmp_path / family, {"world_size": 1}, recompute, dtype)
         for family in ("qwen2", "qwen3")
         for dtype in ("bf16", "fp32")
-        for recompute in RECOMPUTED if recompute != "moe"
+        for recompute in RECOMPUTED
+        if recompute != "moe"
     ]
     check(cases, 1)
 
@@ -178,16 +252,38 @@ def test_one_rank_in_every_recompute_mode(tmp_path):
 def test_two_ranks_in_every_kind_of_layout(tmp_path):
     make_tiny_model(tmp_path / "qwen2", "qwen2")
     make_tiny_model(tmp_path / "qwen3", "qwen3", tied=True)
-    layouts = ({TP: 2, "sequence_parallel": True}, {TP: 2}, {CP: 2}, {PP: 2}, {PP: 2, LAST: 1}, {PP: 2, VP: 2}, {})
+    layouts = (
+        {TP: 2, "sequence_parallel": True},
+        {TP: 2},
+        {CP: 2},
+        {PP: 2},
+        {PP: 2, LAST: 1},
+        {PP: 2, VP: 2},
+        {},
+    )
     cases = [
         case(tmp_path / family, {"world_size": 2, **layout}, recompute)
         for layout in layouts
-        for family, recompute in (("qwen2", "none"), ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen2", "full"))
+        for family, recompute in (
+            ("qwen2", "none"),
+            ("qwen3", "core_attn"),
+            ("qwen3", "mlp"),
+            ("qwen2", "full"),
+        )
     ]
-    cases += [case(tmp_path / "qwen3", {"world_size": 2, **layout}, distributed=False) for layout in ({PP: 2}, {})]
+    cases += [
+        case(tmp_path / "qwen3", {"world_size": 2, **layout}, distributed=False)
+        for layout in ({PP: 2}, {})
+    ]
     overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}
-    cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
-    cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, on_host=True) for layout in ({PP: 2}, {})]
+    cases += [
+        case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap)
+        for layout in ({PP: 2}, {})
+    ]
+    cases += [
+        case(tmp_path / "qwen2", {"world_size": 2, **layout}, on_host=True)
+        for layout in ({PP: 2}, {})
+    ]
     check(cases, 2)
 
 
@@ -211,26 +307,39 @@ def test_mixtures_on_two_and_four_ranks(tmp_path):
     cases = [
         case(tmp_path / family, {"world_size": 2, **layout}, recompute, on_host=EP in layout)
         for layout in two
-        for family, recompute in (("qwen3_moe", "none"), ("qwen3_moe", "moe"), ("qwen2_moe", "none"))
+        for family, recompute in (
+            ("qwen3_moe", "none"),
+            ("qwen3_moe", "moe"),
+            ("qwen2_moe", "none"),
+        )
     ]
     check(cases, 2)
     four = (
-        {EP: 2}, {EP: 4, TP: 2, SP: True}, {EP: 2, ETP: 2, TP: 2, SP: True}, {EP: 2, PP: 2}, {EP: 2, PP: 2, VP: 2},
+        {EP: 2},
+        {EP: 4, TP: 2, SP: True},
+        {EP: 2, ETP: 2, TP: 2, SP: True},
+        {EP: 2, PP: 2},
+        {EP: 2, PP: 2, VP: 2},
         {EP: 2, PP: 2, TP: 2, SP: True},
-    )  # fmt: skip
+    )
     buckets = {"overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}}
     kinds = (("qwen2_moe", {}), ("qwen3_moe", {"distributed": False}), ("qwen3_moe", buckets))
     cases = [
-        case(tmp_path / family, {"world_size": 4, **layout}, **more) for layout in four for family, more in kinds
+        case(tmp_path / family, {"world_size": 4, **layout}, **more)
+        for layout in four
+        for family, more in kinds
     ]
     check(cases, 4)
 
 
 def test_a_rank_on_a_gpu_kept_what_plan_says_in_every_recompute_mode():
-    """An H200's peaks (docs/scaling.md) beside states, activations and head; 5 % of what is above the states."""
+    """An H200's peaks (docs/scaling.md) beside states, activations and head; 5 % of what is above
+    the states."""
     found = record.load(gpu.NAME)["runs"]["second"]["checks"]["size:memory_and_mfu"]["measured"]
     states = sum(kind["bytes"] for kind in found["states"].values())
     for mode, megatron in gpu.modes():
         for tokens in (16384, 32768):
             peak = found[f"{tokens} tokens, recompute {mode}"]["peak_allocated_bytes"]
-            assert gpu.planned(tokens, megatron, found["states"]) == pytest.approx(peak, abs=0.05 * (peak - states))
+            assert gpu.planned(tokens, megatron, found["states"]) == pytest.approx(
+                peak, abs=0.05 * (peak - states)
+            )

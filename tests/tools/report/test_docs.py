@@ -22,7 +22,10 @@ def test_the_table_of_events_is_generated():
 def with_table(text: str) -> str:
     head, rest = text.split("| event | when, and its own facts |\n|---|---|\n")
     table = "".join(f"| `{event}` | {meaning} |\n" for event, meaning in EVENTS.items())
-    return f"{head}| event | when, and its own facts |\n|---|---|\n{table}{rest[rest.index(chr(10) + chr(10)) + 1 :]}"
+    return (
+        f"{head}| event | when, and its own facts |\n|---|---|\n"
+        f"{table}{rest[rest.index(chr(10) + chr(10)) + 1 :]}"
+    )
 
 
 def test_the_commands_run(tmp_path, monkeypatch, capsys):
@@ -40,8 +43,13 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
             assert main(words) == 0, capsys.readouterr().err
         else:  # tests/examples runs the script itself
             assert (DOCUMENT.parents[1] / words[0]).is_file()
-            assert [word.removeprefix("--") in option_table() for word in words[1::2]] == [True, True]
-    assert (tmp_path / "runs/quickstart/report.html").is_file() and (tmp_path / "compared.html").is_file()
+            assert [word.removeprefix("--") in option_table() for word in words[1::2]] == [
+                True,
+                True,
+            ]
+    assert (tmp_path / "runs/quickstart/report.html").is_file() and (
+        tmp_path / "compared.html"
+    ).is_file()
 
 
 if __name__ == "__main__":

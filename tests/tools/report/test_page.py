@@ -16,12 +16,23 @@ import pytest
 from openrlhf_ext.cli.report import main
 from openrlhf_ext.reporting import METRICS, MetricsWriter, read_metrics
 from openrlhf_ext.run.ledger import Audit
-from openrlhf_ext.tools.report.page import _HEADLINES, BUCKETS, page_data, read_runs, thinned, write_page
+from openrlhf_ext.tools.report.page import (
+    _HEADLINES,
+    BUCKETS,
+    page_data,
+    read_runs,
+    thinned,
+    write_page,
+)
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
 
 SIZES = (1366, 390)
-PLAIN = [m.name for m in METRICS if not m.name.endswith("/*") and m.name not in ("step", "time", "nonfinite", "label")]
+PLAIN = [
+    m.name
+    for m in METRICS
+    if not m.name.endswith("/*") and m.name not in ("step", "time", "nonfinite", "label")
+]
 # every chart that is in an open part of the page has been seen, so it is drawn
 DRAWN = """(async () => {
     document.querySelectorAll("details").forEach(d => d.open = true);
@@ -36,7 +47,8 @@ DRAWN = """(async () => {
 # what stands below the curves, after the next frame
 READ = """new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(
     [...document.querySelectorAll("#curves .read")].map(e => e.innerText.trim().split(/\\s+/))))))"""
-# where the first plot is, in the middle of the window; a plot that comes into view is drawn in the next frames
+# where the first plot is, in the middle of the window; a plot that comes into view is drawn in the
+# next frames
 PLOT = """new Promise(done => {
     const plot = document.querySelector("#curves .plot");
     plot.scrollIntoView({block: "center"});
@@ -71,7 +83,10 @@ CONTRAST = """(() => {
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     if CHROMIUM is None:
-        pytest.skip("no Chromium: install Debian's package chromium (examples/scripts/setup_env.sh dev does as root)")
+        pytest.skip(
+            "no Chromium: install Debian's package chromium (examples/scripts/setup_env.sh dev "
+            "does as root)"
+        )
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
@@ -84,10 +99,12 @@ def three_long_runs(tmp_path_factory) -> list[Path]:
         {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE},
         {"actor.adam.lr": 3e-6},
     ]
-    named = [f"loss/extra{i}" for i in range(max(0, len(PLAIN) - 17))]  # as many curves as there are metrics
+    # as many curves as there are metrics
+    named = [f"loss/extra{i}" for i in range(max(0, len(PLAIN) - 17))]
     return [
-        make_run(folder / f"run{i}", 2000, seed=i, ranks=16, names=named, options=options[i]) for i in range(3)
-    ]  # fmt: skip
+        make_run(folder / f"run{i}", 2000, seed=i, ranks=16, names=named, options=options[i])
+        for i in range(3)
+    ]
 
 
 def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path, capsys):
@@ -100,8 +117,12 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
         assert len(drawn) > 90 and len({name for name, *_ in drawn}) > 80
         for name, *paths in drawn:
             long = [length for length in paths if length > 300]
-            assert len(long) == 6, f"{name}: of three runs the values, and their means or standard errors"
-        assert browser.value("document.documentElement.scrollWidth <= innerWidth"), f"scrolls sideways at {width}"
+            assert len(long) == 6, (
+                f"{name}: of three runs the values, and their means or standard errors"
+            )
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth"), (
+            f"scrolls sideways at {width}"
+        )
     assert browser.messages == []
     assert set(browser.requests) == {page.as_uri()}
     assert browser.value("document.querySelectorAll('img, main script').length") == 0
@@ -109,61 +130,109 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
     text = browser.value("document.querySelector('#completions').innerText")
     assert HOSTILE in text, "shown as it is"
     text = browser.value("document.body.innerText")
-    for part in ("Bold: mean of the last 100", "the largest value in each of 150", "RuntimeError: CUDA error",
-                 "3 groups dropped, filtered", "communication"):  # fmt: skip
+    for part in (
+        "Bold: mean of the last 100",
+        "the largest value in each of 150",
+        "RuntimeError: CUDA error",
+        "3 groups dropped, filtered",
+        "communication",
+    ):
         assert part in text, part
 
 
-def test_each_held_out_set_is_a_curve_and_pass_at_k_is_drawn_over_k_and_over_training(browser, tmp_path):
+def test_each_held_out_set_is_a_curve_and_pass_at_k_is_drawn_over_k_and_over_training(
+    browser, tmp_path
+):
     run = make_run(tmp_path / "run", 40)
     with MetricsWriter(run / "metrics.jsonl", resume_step=40) as metrics:
         for step in (41, 42, 43):
-            metrics.write(step, {
-                f"eval/{name}/{metric}": (step - 40) / 4 * (metric != "accuracy_stderr")
-                for name in ("aime24", "math500")
-                for metric in ("accuracy", "accuracy_stderr", "pass@1", "pass@2", "pass@16", "maj@2")
-            } | {"eval/accuracy": 0.5, "eval/accuracy_stderr": 0.1, "entropy/completion_mean": 0.2})  # fmt: skip
+            metrics.write(
+                step,
+                {
+                    f"eval/{name}/{metric}": (step - 40) / 4 * (metric != "accuracy_stderr")
+                    for name in ("aime24", "math500")
+                    for metric in (
+                        "accuracy",
+                        "accuracy_stderr",
+                        "pass@1",
+                        "pass@2",
+                        "pass@16",
+                        "maj@2",
+                    )
+                }
+                | {
+                    "eval/accuracy": 0.5,
+                    "eval/accuracy_stderr": 0.1,
+                    "entropy/completion_mean": 0.2,
+                },
+            )
     data = page_data(read_runs([run]), None, lambda: 1.8e9)
     assert [name for name in data["key"] if "accuracy" in name] == [
-        "accuracy/mean", "eval/accuracy", "eval/aime24/accuracy", "eval/math500/accuracy",
-    ]  # fmt: skip
+        "accuracy/mean",
+        "eval/accuracy",
+        "eval/aime24/accuracy",
+        "eval/math500/accuracy",
+    ]
     meanings = {chart["name"]: chart for chart in data["charts"]}
     assert meanings["eval/aime24/pass@16"]["meaning"].startswith("eval/pass@K, K = powers of two")
     assert meanings["entropy/completion_mean"]["level"] == [pytest.approx(0.6931, abs=1e-4), "ln 2"]
     aime = next(plot for plot in data["at_k"] if plot["title"] == "pass@k of aime24")
     assert [(line["step"], line["first"]) for line in aime["lines"]] == [(41, True), (43, False)]
     assert aime["lines"][1]["points"] == [[1, 0.75], [2, 0.75], [16, 0.75]]
-    assert data["at_k_curves"][:3] == ["eval/aime24/pass@1", "eval/aime24/pass@2", "eval/aime24/pass@16"]
+    assert data["at_k_curves"][:3] == [
+        "eval/aime24/pass@1",
+        "eval/aime24/pass@2",
+        "eval/aime24/pass@16",
+    ]
 
     page = tmp_path / "report.html"
     page.write_text(write_page(read_runs([run])))
     browser.open(page, 1366)
     browser.value("document.querySelector('#at-k').scrollIntoView()")
     assert browser.value("document.querySelectorAll('#at-k [data-metric]').length") == 4 + 8
-    assert "0.75 (16)" in browser.value("document.querySelector('[data-metric=\"eval/aime24/pass@k\"]').innerText")
+    assert "0.75 (16)" in browser.value(
+        "document.querySelector('[data-metric=\"eval/aime24/pass@k\"]').innerText"
+    )
     assert browser.messages == []
 
 
 def test_every_headline_has_words_and_an_option_of_one_command_is_no_difference(tmp_path):
-    labels = re.search(r"const labels = (\{.*?\});", write_page(read_runs([make_run(tmp_path / "one", 4)])), re.S)[1]
+    labels = re.search(
+        r"const labels = (\{.*?\});", write_page(read_runs([make_run(tmp_path / "one", 4)])), re.S
+    )[1]
     assert set(json.loads(labels)) == set(_HEADLINES)
-    options = ({"train.seed": 1, "model.aux": 0, "data.dataset": "a"}, {"train.seed": 2, "rollout.top_p": 1.0}, {})
+    options = (
+        {"train.seed": 1, "model.aux": 0, "data.dataset": "a"},
+        {"train.seed": 2, "rollout.top_p": 1.0},
+        {},
+    )
     runs = [make_run(tmp_path / f"run{i}", 4, options=given) for i, given in enumerate(options)]
     read = read_runs(runs)
     for run, given in zip(read, (["data.dataset"], [], []), strict=True):
         run.start["set"] = given
     read[2].start["options"] = {}
-    rows = {row["name"]: (row["values"], row["differs"]) for row in page_data(read, None, lambda: 1.8e9)["options"]}
+    rows = {
+        row["name"]: (row["values"], row["differs"])
+        for row in page_data(read, None, lambda: 1.8e9)["options"]
+    }
     absent = "no such option"
     assert rows | {"algo.advantage.estimator": None} == {
         "algo.advantage.estimator": None,
-        "train.seed": (["1", "2", None], True), "model.aux": (["0", absent, None], False),
-        "data.dataset": (["a", absent, None], True), "rollout.top_p": ([absent, "1.0", None], False),
-    }  # fmt: skip
+        "train.seed": (["1", "2", None], True),
+        "model.aux": (["0", absent, None], False),
+        "data.dataset": (["a", absent, None], True),
+        "rollout.top_p": ([absent, "1.0", None], False),
+    }
 
 
 def test_options_of_several_starts_have_their_steps(tmp_path):
-    run = read_runs([make_run(tmp_path / "run", 4, options={"algo.advantage.estimator": "grpo", "train.seed": 1})])[0]
+    run = read_runs(
+        [
+            make_run(
+                tmp_path / "run", 4, options={"algo.advantage.estimator": "grpo", "train.seed": 1}
+            )
+        ]
+    )[0]
     (first,) = [event for event in run.events if event["event"] == "start"]
     other = first["options"] | {"algo.advantage.estimator": "dapo"}
     run.events.append(first | {"resume_step": 2, "options": other})
@@ -177,15 +246,24 @@ def test_options_of_several_starts_have_their_steps(tmp_path):
 def test_colors_choices_and_keys(browser, tmp_path):
     page = tmp_path / "report.html"
     options = ({"actor.adam.lr": 1e-6}, {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE})
-    runs = [make_run(tmp_path / f"run{i}", 40, seed=i, options=given) for i, given in enumerate(options)]
+    runs = [
+        make_run(tmp_path / f"run{i}", 40, seed=i, options=given) for i, given in enumerate(options)
+    ]
     page.write_text(write_page(read_runs(runs)))
     browser.open(page, 1366)
-    colors = "new Set([...document.querySelectorAll('.tokens span')].map(s => s.style.background)).size"
+    colors = (
+        "new Set([...document.querySelectorAll('.tokens span')].map(s => s.style.background)).size"
+    )
     by_entropy = browser.value(colors)
     assert by_entropy > 8
-    browser.value("{const b = document.querySelector('[aria-label=\"Color by\"]'); b.value='advantages'; b.onchange()}")
+    browser.value(
+        "{const b = document.querySelector('[aria-label=\"Color by\"]'); b.value='advantages'; "
+        "b.onchange()}"
+    )
     legend = browser.value("document.querySelector('#completions .legend').innerText")
-    assert browser.value(colors) > 8 and "advantage (blue: made likelier" in legend and "-" in legend
+    assert (
+        browser.value(colors) > 8 and "advantage (blue: made likelier" in legend and "-" in legend
+    )
     rows = "[...document.querySelectorAll('#configuration tr.differs')].map(r => r.innerText)"
     differing = browser.value(rows)
     assert len(differing) == 2 and differing[0].split() == ["actor.adam.lr", "1e-06", "2e-06"]
@@ -197,15 +275,21 @@ def test_colors_choices_and_keys(browser, tmp_path):
 
 
 def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, tmp_path):
-    """At both widths, light and dark: the cursor, a drag, Escape, logarithms where they exist, the axis of time."""
+    """At both widths, light and dark: the cursor, a drag, Escape, logarithms where they exist, the
+    axis of time."""
     page = tmp_path / "report.html"
-    runs = [make_run(tmp_path / f"run{i}", 40, seed=i, options={"actor.adam.lr": 1e-6 * (1 + i)}) for i in range(2)]
+    runs = [
+        make_run(tmp_path / f"run{i}", 40, seed=i, options={"actor.adam.lr": 1e-6 * (1 + i)})
+        for i in range(2)
+    ]
     page.write_text(write_page(read_runs(runs)))
     papers = set()
     for width, scheme in itertools.product(reversed(SIZES), ("light", "dark")):
         browser.prefer(scheme)
         browser.open(page, width)
-        assert browser.value("document.documentElement.scrollWidth <= innerWidth"), f"scrolls sideways at {width}"
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth"), (
+            f"scrolls sideways at {width}"
+        )
         papers.add((scheme, browser.value("getComputedStyle(document.body).backgroundColor")))
         assert browser.value(CONTRAST) >= 4.5, scheme
         x, y, wide, high = browser.value(PLOT)
@@ -214,13 +298,24 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
         reads = browser.value(READ)[:3]  # what is far from the window is not drawn
         assert len({tuple(read[:2]) for read in reads}) == 1, reads
         assert reads[0][0] == "step" and 17 < int(reads[0][1]) < 25
-        assert [text for text in reads[2] if text.startswith("±")] == ["±0.01"] * 2, "standard errors of both runs"
-        assert browser.value("document.querySelectorAll('#curves .read')[0].querySelectorAll('.key').length") == 2
+        assert [text for text in reads[2] if text.startswith("±")] == ["±0.01"] * 2, (
+            "standard errors of both runs"
+        )
+        assert (
+            browser.value(
+                "document.querySelectorAll('#curves .read')[0].querySelectorAll('.key').length"
+            )
+            == 2
+        )
         browser.drag(middle, (x + wide * 0.8, y + high / 2))
         low, top = browser.value("view.zoom")
-        assert 17 < low < 25 < top < 36 and browser.value("document.querySelector('.whole').disabled") is False
+        assert (
+            17 < low < 25 < top < 36
+            and browser.value("document.querySelector('.whole').disabled") is False
+        )
         ticks = (
-            "[...document.querySelectorAll('#curves .plot svg')[0].querySelectorAll('text')].map(t => t.textContent)"
+            "[...document.querySelectorAll('#curves .plot "
+            "svg')[0].querySelectorAll('text')].map(t => t.textContent)"
         )
         assert "10" not in browser.value(ticks) and "25" in browser.value(ticks)
         browser.value("document.querySelector('#curves .plot').focus()")
@@ -232,15 +327,22 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
     assert "step" in {read[0] for read in browser.value(READ)}, (
         "curves follow the times of a step, and these each other"
     )
-    crosses = "[...document.querySelectorAll('#phases .cross')].map(line => line.getAttribute('visibility'))"
+    crosses = (
+        "[...document.querySelectorAll('#phases .cross')].map(line => "
+        "line.getAttribute('visibility'))"
+    )
     assert browser.value(crosses) == ["visible"] * 2
     browser.value(PLOT)
     browser.value("document.querySelector('#theme').click()")
-    assert ("light", browser.value("getComputedStyle(document.body).backgroundColor")) in papers, "the switch"
+    assert ("light", browser.value("getComputedStyle(document.body).backgroundColor")) in papers, (
+        "the switch"
+    )
     browser.value("document.querySelector('[type=checkbox]').click()")
     browser.value("""{const x = document.querySelector("[aria-label='x axis']");
         x.value = "time"; x.dispatchEvent(new Event("change"));}""")
-    titles = browser.value("[...document.querySelectorAll('#curves .title')].map(t => t.textContent)")
+    titles = browser.value(
+        "[...document.querySelectorAll('#curves .title')].map(t => t.textContent)"
+    )
     assert "seconds" in titles and "step" not in titles, "the runs took 43 seconds"
     assert "loss (linear: there are values of 0 or less)" in titles and "norm" in titles
     assert browser.messages == []
@@ -252,9 +354,13 @@ def test_seeds_of_one_configuration_are_drawn_as_their_mean_and_a_band(browser, 
     page, mine = tmp_path / "report.html", "algo.advantage.estimator"
     given = [("dapo", 1), ("dapo", 2), ("grpo", 1)]
     shares = ["algorithm/right_completions", "algorithm/right_tokens"]
-    options = [{mine: method, "train.seed": seed, "ckpt.output_dir": f"{method}{seed}"} for method, seed in given]
+    options = [
+        {mine: method, "train.seed": seed, "ckpt.output_dir": f"{method}{seed}"}
+        for method, seed in given
+    ]
     folders = [
-        make_run(tmp_path / f"run{i}", 20, seed=i, options=one, names=shares) for i, one in enumerate(options)
+        make_run(tmp_path / f"run{i}", 20, seed=i, options=one, names=shares)
+        for i, one in enumerate(options)
     ]
     runs = read_runs(folders)
     page.write_text(write_page(runs, smooth=1))
@@ -263,16 +369,23 @@ def test_seeds_of_one_configuration_are_drawn_as_their_mean_and_a_band(browser, 
         document.querySelectorAll("#curves [data-metric='reward/mean'] path." + kind).length)"""
     read = "document.querySelector(\"#curves [data-metric='reward/mean'] .read\").innerText"
     assert browser.value("SEEDS") == [[0, 1], [2]] and browser.value(lines) == [2, 1]
-    last = [[record["reward/mean"] for record in run.records if "reward/mean" in record][-1] for run in runs[:2]]
+    last = [
+        [record["reward/mean"] for record in run.records if "reward/mean" in record][-1]
+        for run in runs[:2]
+    ]
     numbers = [float(number) for number in re.findall(r"-?[0-9]+\.[0-9]+", browser.value(read))]
     assert numbers[:3] == pytest.approx([sum(last) / 2, min(last), max(last)], abs=2e-3)
-    assert "run0 and 1 more seed" in browser.value("document.querySelector('.tools .legend').innerText")
+    assert "run0 and 1 more seed" in browser.value(
+        "document.querySelector('.tools .legend').innerText"
+    )
     browser.value("document.querySelector('.seeds').click()")
     assert browser.value(lines) == [3, 0]
     older = [make_run(tmp_path / f"older{i}", 20, seed=i, events=False) for i in range(2)]
     page.write_text(write_page(read_runs([*folders, *older]), smooth=1))
     browser.open(page, 1366)
-    assert browser.value("SEEDS") == [[0, 1], [2], [3], [4]], "of runs without events no option is known"
+    assert browser.value("SEEDS") == [[0, 1], [2], [3], [4]], (
+        "of runs without events no option is known"
+    )
     page.write_text(write_page(runs, smooth=1))
     browser.open(page, 1366)
     table = browser.value("document.querySelector('#right table').innerText")
@@ -315,23 +428,34 @@ def test_completions_say_what_was_asked_what_is_right_and_who_wrote_it(browser, 
     shown = "document.querySelector('#completions').innerText"
     picked = "document.querySelector('[aria-label=Prompt] option').text"
     assert browser.value(picked) == "1 ◐ · … How many are 2 apples?"
-    assert "◐ partly right" in browser.value(shown) and "reference answer" not in browser.value(shown)
-    browser.value("{const b = document.querySelector('[aria-label=Step]'); b.value = 0; b.onchange()}")
+    assert "◐ partly right" in browser.value(shown) and "reference answer" not in browser.value(
+        shown
+    )
+    browser.value(
+        "{const b = document.querySelector('[aria-label=Step]'); b.value = 0; b.onchange()}"
+    )
     assert browser.value(picked) == "1 ✓ 1 ✗ · … How many are 1 apples?"
     text = browser.value(shown)
     assert "✓ 1 right" in text and "✗ 1 wrong" in text and "written by the environment" in text
     assert 'reference answer\n{"sum": 7, "of": "' + HOSTILE in text, "shown as it is"
     dim = browser.value(
-        "[...document.querySelectorAll('.completion .env')].map(s => [s.textContent, s.style.background])"
+        "[...document.querySelectorAll('.completion .env')].map(s => [s.textContent, "
+        "s.style.background])"
     )
-    assert [token for token, _ in dim] == ["<reasoning>", "first", ",", " add", " 3"] and {c for _, c in dim} == {""}
-    sides = "[...document.querySelectorAll('.completion .tokens')].map(t => getComputedStyle(t).borderLeftColor)"
+    assert [token for token, _ in dim] == ["<reasoning>", "first", ",", " add", " 3"] and {
+        c for _, c in dim
+    } == {""}
+    sides = (
+        "[...document.querySelectorAll('.completion .tokens')].map(t => "
+        "getComputedStyle(t).borderLeftColor)"
+    )
     assert len(set(browser.value(sides))) == 2
     assert browser.messages == []
 
 
 def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
-    """A torn line at the end of every file; runs without events, or without anything but a first line."""
+    """A torn line at the end of every file; runs without events, or without anything but a first
+    line."""
     torn, old, new = (
         make_run(tmp_path / "torn"),
         make_run(tmp_path / "old", samples=False, events=False),
@@ -347,13 +471,18 @@ def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
     told = capsys.readouterr().err
     browser.open(page, 390)
     shown = browser.value("document.querySelector('#missing').innerText")
-    for sentence in ("old: The folder holds no events.jsonl", "old: The folder holds no samples.jsonl: no completions",
-                     "new: metrics.jsonl is still empty"):  # fmt: skip
+    for sentence in (
+        "old: The folder holds no events.jsonl",
+        "old: The folder holds no samples.jsonl: no completions",
+        "new: metrics.jsonl is still empty",
+    ):
         assert sentence in shown and sentence in told
     assert "end not known" in browser.value("document.querySelector('.runs').innerText")
     prompts = browser.value("document.querySelector('#prompts').innerText")
     assert "the ledger holds" in prompts and "trained 60, filtered 20" in prompts
-    assert browser.value("document.querySelectorAll('path.smooth').length") == 0, "--smooth 1 draws the values"
+    assert browser.value("document.querySelectorAll('path.smooth').length") == 0, (
+        "--smooth 1 draws the values"
+    )
     assert browser.messages == []
 
 
@@ -361,7 +490,8 @@ def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
 
 
 def test_headline_numbers_are_means_of_several_steps(tmp_path):
-    """Of a noisy run the first and the last steps, not the first and the last; a held-out accuracy has its error."""
+    """Of a noisy run the first and the last steps, not the first and the last; a held-out accuracy
+    has its error."""
     folder = make_run(tmp_path / "run", 40)
     (run,) = read_runs([folder])
     numbers = {n["name"]: n for n in page_data([run], None, now=lambda: 0.0)["runs"][0]["numbers"]}
@@ -369,7 +499,10 @@ def test_headline_numbers_are_means_of_several_steps(tmp_path):
     assert numbers["reward/mean"]["of"] == 3
     assert numbers["reward/mean"]["first"] == pytest.approx(np.mean(rewards[:3]), rel=1e-4)
     assert numbers["reward/mean"]["last"] == pytest.approx(np.mean(rewards[-3:]), rel=1e-4)
-    assert numbers["eval/accuracy"]["last"] == pytest.approx(0.8) and numbers["eval/accuracy"]["stderr"] == 0.01
+    assert (
+        numbers["eval/accuracy"]["last"] == pytest.approx(0.8)
+        and numbers["eval/accuracy"]["stderr"] == 0.01
+    )
     (short,) = read_runs([make_run(tmp_path / "short", 3)])
     assert {n["of"] for n in page_data([short], None, now=lambda: 0.0)["runs"][0]["numbers"]} == {1}
 
@@ -379,7 +512,10 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "run"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     told = capsys.readouterr().err
-    assert "empty is not the folder of a run: it holds no metrics.jsonl" in told and "there is no such folder" in told
+    assert (
+        "empty is not the folder of a run: it holds no metrics.jsonl" in told
+        and "there is no such folder" in told
+    )
     assert not (tmp_path / "run/report.html").exists()
     (tmp_path / "run/metrics.jsonl").write_text("{}\nbroken\n")
     assert main([str(tmp_path / "run")]) == 2
@@ -404,20 +540,36 @@ def test_what_became_of_the_prompts_is_that_of_the_command(tmp_path):
     ]
     ledger.write_text("".join(lines[:2] + lines[3:]))
     said, missing = shown()
-    assert said == [] and "ledger.jsonl, line 3: step 3 follows step 1; lines are missing or there twice" in missing[0]
+    assert (
+        said == []
+        and "ledger.jsonl, line 3: step 3 follows step 1; lines are missing or there twice"
+        in missing[0]
+    )
     ledger.unlink()
     assert shown() == ([], []), "a supervised run, or one of an earlier release"
 
 
 def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path):
     folder = make_run(tmp_path / "run", 5)
-    (folder / "events.jsonl").write_text('{"event": "start"}\n{"event": "end", "step": 5, "time": 1.0}\n')
+    (folder / "events.jsonl").write_text(
+        '{"event": "start"}\n{"event": "end", "step": 5, "time": 1.0}\n'
+    )
     (folder / "samples.jsonl").write_text("[]\n")
     (run,) = read_runs([folder])
-    assert [event["event"] for event in run.events] == ["end"] and run.state == "finished" and run.samples == []
-    left_out = "events.jsonl has lines that cannot be used and are left out: 1, first line 1: needs step, time"
+    assert (
+        [event["event"] for event in run.events] == ["end"]
+        and run.state == "finished"
+        and run.samples == []
+    )
+    left_out = (
+        "events.jsonl has lines that cannot be used and are left out: 1, first line 1: needs step, "
+        "time"
+    )
     assert any(left_out in sentence for sentence in run.missing)
-    assert any("samples.jsonl, line 1: must be a JSON object, got a list" in sentence for sentence in run.missing)
+    assert any(
+        "samples.jsonl, line 1: must be a JSON object, got a list" in sentence
+        for sentence in run.missing
+    )
 
 
 @pytest.mark.parametrize(
@@ -425,22 +577,49 @@ def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path
     [
         ("metrics.jsonl", {"reward/mean": "high"}, "reward/mean must be a number, got 'high'"),
         ("metrics.jsonl", {"time": "now"}, "time must be a finite number, got 'now'"),
-        ("metrics.jsonl", {"nonfinite": {"reward/mean": [1]}}, "nonfinite must be a map, each value nan, inf or -inf"),
+        (
+            "metrics.jsonl",
+            {"nonfinite": {"reward/mean": [1]}},
+            "nonfinite must be a map, each value nan, inf or -inf",
+        ),
         ("metrics.jsonl", {"nonfinite": {"step": "nan"}}, "step must be an integer, got nan"),
-        ("metrics.jsonl", {"time/step": 10**400}, "not JSON that can be read: an integer of 401 digits"),
+        (
+            "metrics.jsonl",
+            {"time/step": 10**400},
+            "not JSON that can be read: an integer of 401 digits",
+        ),
         ("events.jsonl", {"event": []}, "event must be a text"),
         ("events.jsonl", {"event": "start", "options": [1]}, "options must be a map, got [1]"),
-        ("events.jsonl", {"event": "start", "set": 3}, "set must be a list, each entry a text, got 3"),
-        ("events.jsonl", {"event": "evaluation", "accuracy": "all"}, "accuracy must be a finite number"),
+        (
+            "events.jsonl",
+            {"event": "start", "set": 3},
+            "set must be a list, each entry a text, got 3",
+        ),
+        (
+            "events.jsonl",
+            {"event": "evaluation", "accuracy": "all"},
+            "accuracy must be a finite number",
+        ),
         ("events.jsonl", {"event": "groups_late", "count": "x"}, "count must be an integer"),
         ("samples.jsonl", {"tokens": [1]}, "tokens must be a list, each entry a text"),
-        ("samples.jsonl", {"entropies": ["x"]}, "entropies must be a list, each entry a finite number, or null"),
+        (
+            "samples.jsonl",
+            {"entropies": ["x"]},
+            "entropies must be a list, each entry a finite number, or null",
+        ),
         ("samples.jsonl", {"reward": [1]}, "reward must be a finite number"),
-        ("samples.jsonl", {"environment": [0.5]}, "environment must be a list, each entry an integer"),
+        (
+            "samples.jsonl",
+            {"environment": [0.5]},
+            "environment must be a list, each entry an integer",
+        ),
     ],
 )
-def test_values_of_a_wrong_type_are_named_with_their_line(tmp_path, capsys, file, changes, complaint):
-    """Of the metrics they are refused; of what stands beside them they are left out, which is said."""
+def test_values_of_a_wrong_type_are_named_with_their_line(
+    tmp_path, capsys, file, changes, complaint
+):
+    """Of the metrics they are refused; of what stands beside them they are left out, which is
+    said."""
     folder = make_run(tmp_path / "run", 5)
     if not (folder / file).exists():
         (folder / file).write_text("")
@@ -464,7 +643,9 @@ def test_thinned_curves_keep_every_extreme_and_gap():
     assert [3210, 55] in points and [17, -44] in points
     assert [x for x, _ in points] == sorted({x for x, _ in points})
     assert any(y is None and 1000 <= x < 1100 for x, y in points)
-    assert thinned(range(3), [1.0, math.nan, 2.0]) == [[0, 1], [1, None], [2, 2]], "a short curve stays as it is"
+    assert thinned(range(3), [1.0, math.nan, 2.0]) == [[0, 1], [1, None], [2, 2]], (
+        "a short curve stays as it is"
+    )
 
 
 def test_phases_add_up_to_the_step_and_the_last_state_counts(tmp_path):
@@ -480,4 +661,6 @@ def test_phases_add_up_to_the_step_and_the_last_state_counts(tmp_path):
     assert len(phases["rows"]) <= BUCKETS and phases["names"][-1] == "other"
     json.dumps(data, allow_nan=False)
     kept = data["samples"][0]
-    assert kept["steps"][0]["step"] == 1 and kept["steps"][-1]["step"] == 400 and kept["left_out"] >= 0
+    assert (
+        kept["steps"][0]["step"] == 1 and kept["steps"][-1]["step"] == 400 and kept["left_out"] >= 0
+    )
