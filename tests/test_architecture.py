@@ -62,6 +62,7 @@ RULES = {
             "inputs",
             "locks",
             "megatron.model.hf_files",
+            "megatron.step",
             "options",
             "patches",
             "redaction",

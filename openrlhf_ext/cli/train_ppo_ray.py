@@ -111,9 +111,8 @@ def findings(config: RunConfig) -> Findings:
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     from openrlhf_ext.driver.job import run
-    from openrlhf_ext.planning.fit import laid_out
 
-    return _reporting_faults(lambda: run(config, watched, restart, laid_out))
+    return _reporting_faults(lambda: run(config, watched, restart))
 
 
 def dry_run(

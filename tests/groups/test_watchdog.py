@@ -43,7 +43,7 @@ def test_phases_without_trouble_change_nothing(seen) -> None:
             1,
             "Arrived, but not in a collective",
             r"in 'training step' for [\d.]+ s, is at one_rank_sleeps "
-            r"\(megatron/watchdog_worker.py:\d+\)",
+            r"\(groups/watchdog_worker.py:\d+\)",
         ),
         (
             "one_rank_lags",

@@ -409,10 +409,10 @@ def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(looked_at_only, mon
         "chosen once the model's config.json is here" in warning for warning in config.warnings
     )
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "qwen2.5-7b"))
-    assert sizes(job.with_local_model(config, fit.laid_out))[1] > 1
+    assert sizes(job.with_local_model(config))[1] > 1
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "llama-3.1-70b"))
     with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
-        job.with_local_model(config, fit.laid_out)
+        job.with_local_model(config)
 
 
 def test_the_gpu_of_this_machine_is_asked_without_starting_cuda_here(monkeypatch):
