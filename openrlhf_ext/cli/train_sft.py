@@ -20,11 +20,12 @@ from pathlib import Path
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.cli.main import chosen_layout, show
 from openrlhf_ext.config import ConfigError, Findings
-from openrlhf_ext.config.files import downloaded, tokenizer_fault
+from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.load import load
 from openrlhf_ext.config.rules import check_supervised
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog, TerminalHandler
