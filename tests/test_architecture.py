@@ -61,7 +61,10 @@ RULES = {
             "config",
             "inputs",
             "locks",
+            "megatron.layers.lora",
             "megatron.model.hf_files",
+            "megatron.model.shape",
+            "megatron.settings",
             "megatron.step",
             "options",
             "patches",
@@ -123,7 +126,7 @@ LATE = (
     "cli/", "config/estimator.py", "config/show.py", "driver/job.py", "driver/preflight.py",
     "driver/processes.py", "driver/engines.py", "head/kernels.py", "rollout/sync/plan.py",
     "megatron/layers/fp8.py", "megatron/layers/lora.py", "megatron/mlps/moe.py", "ranks/",
-    "rollout/engine.py", "run/records.py", "sft/data.py", "tools/plan/conversion_check.py",
+    "rollout/engine.py", "driver/trials.py", "sft/data.py", "sft/recorder.py", "tools/plan/conversion_check.py",
 )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from openrlhf_ext.cli.main import chosen_layout, show
 from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.load import load
-from openrlhf_ext.config.rules import check_supervised
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft_rules import check_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import InputError
@@ -218,9 +218,9 @@ def dry_run(config: SupervisedConfig) -> int:
     laid out so, 3 if a model or data that is not here leaves it open. Raises ConfigError: lists
     what going on would refuse."""
     from openrlhf_ext.cli.train_ppo_ray import layout_proofs
-    from openrlhf_ext.driver.preflight import trained_model, unseen_inputs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
+    from openrlhf_ext.run.preflight import trained_model, unseen_inputs
 
     apply()
     with without_collection():

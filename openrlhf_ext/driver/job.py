@@ -34,7 +34,6 @@ from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.loop import Parts, TrainingLoop
 from openrlhf_ext.driver.placement import RankGroup
-from openrlhf_ext.driver.preflight import library_chatter, try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
@@ -68,6 +67,7 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
+from openrlhf_ext.driver.trials import library_chatter, try_user_code
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config

@@ -46,11 +46,12 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import listened, note_end, report_interruption
-from openrlhf_ext.run.records import SupervisedRecorder, about
+from openrlhf_ext.run.records import about
 from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
 from openrlhf_ext.sft.gauges import ExampleGauges, known_fraction
 from openrlhf_ext.sft.loss import Answers, SupervisedLoss
+from openrlhf_ext.sft.recorder import SupervisedRecorder
 
 logger = logging.getLogger(__name__)
 
