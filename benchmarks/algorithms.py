@@ -160,10 +160,9 @@ def make_batch(
 
     Args:
         tokens: "text": completions of a prompt share a random prefix of up to 64 and a suffix of 4
-        ids, the rest is
-            drawn from 150,000 ids. "shared": all completions of a prompt are equal (every token is
-            in conflict). "distinct": no two completions share an id anywhere. "small": ids from a
-            vocabulary of 8.
+            ids, the rest is drawn from 150,000 ids. "shared": all completions of a prompt are equal
+            (every token is in conflict). "distinct": no two completions share an id anywhere.
+            "small": ids from a vocabulary of 8.
         full: every completion has all positions, so that token counts are exact; else lengths are
         uniform.
     """

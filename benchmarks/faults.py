@@ -278,7 +278,6 @@ def _shortened(found: Any) -> Any:
 
 
 # ---- tables of docs/faults.md
-# ---------------------------------------------------------------------------------------
 
 
 def _rows() -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ REAL_GROUPS, REAL_SAMPLES, REAL_LONGEST = 16, 4, 384
 
 
 # ---- simulation
-# --------------------------------------------------------------------------------------------------
 
 
 def simulate(staleness: int, late: str, steps: int, seed: int) -> dict[str, float]:
@@ -114,7 +113,6 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 # ---- real engines
-# --------------------------------------------------------------------------------------------------
 
 
 def make_model(folder: Path) -> None:
@@ -216,7 +214,6 @@ def real_runs(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
 
 
 # ---- the page
-# --------------------------------------------------------------------------------------------------
 
 
 def table() -> str:

@@ -47,8 +47,8 @@ FITTED = {
     "fixed_s": (1.0, 60.0),
 }
 """Constants of plan's model that are fitted, and what they may be; the sequences of the rows are
-too short to tell
-``attention``, and what a sync of others takes is their way of sending, not the port's rate."""
+too short to tell ``attention``, and what a sync of others takes is their way of sending, not the
+port's rate."""
 FORMER = Assumptions(products=0.6, traffic=0.0, launch_us=0.0, memory=0.6, fixed_s=10.0)
 """What plan assumed before anything was fitted."""
 KINDS = ("step", "rollout", "logprobs", "train", "sync")

@@ -192,7 +192,6 @@ def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
 
 
 # ---- the toy policy
-# -------------------------------------------------------------------------------------------------
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,7 +420,6 @@ def _record(
 
 
 # ---- a real model
-# --------------------------------------------------------------------------------------------------
 
 
 def real_options(run: Run, paper: Paper, steps: int) -> dict[str, Any]:
@@ -555,7 +553,6 @@ def _shares(result: Path) -> dict[str, float]:
 
 
 # ---- the cluster
-# --------------------------------------------------------------------------------------------------
 
 
 def words(options: Mapping[str, Any]) -> list[str]:
@@ -664,7 +661,6 @@ def _tuning_command(run: Tuned, out: str) -> str:
 
 
 # ---- docs/papers.md
-# --------------------------------------------------------------------------------------------------
 
 
 def pages_table(papers: Mapping[str, Paper]) -> str:
@@ -725,7 +721,6 @@ def _planned(run: Run) -> tuple[int, float]:
 
 
 # ---- the command
-# --------------------------------------------------------------------------------------------------
 
 
 def listing(papers: Mapping[str, Paper]) -> str:

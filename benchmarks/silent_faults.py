@@ -89,7 +89,6 @@ def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[
 
 
 # ---- what came of it
-# ------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -132,7 +132,6 @@ def save_tokenizer(folder: Path) -> None:
 
 
 # ---- the two sides
-# ------------------------------------------------------------------------------------------------
 
 
 @ray.remote(num_cpus=1)
@@ -312,7 +311,6 @@ class Engine(RolloutEngine):
 
 
 # ---- parts
-# --------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -491,9 +489,9 @@ def part_density(args: argparse.Namespace, _folder: Path) -> dict[str, Any]:
 
 def changed_per_step(model_path: Path, rate: float, steps: int) -> list[float]:
     """Shares of entries whose 16 bits change in each of some steps of Adam (fp32 weights and
-    moments, betas 0.9 and
-    0.95, norm clipped to 1, as Megatron's optimizer has them) on policy gradients: the model's own
-    answers to sums, 16 a step, rewarded by their share of digits, advantages as those of GRPO."""
+    moments, betas 0.9 and 0.95, norm clipped to 1, as Megatron's optimizer has them) on policy
+    gradients: the model's own answers to sums, 16 a step, rewarded by their share of digits,
+    advantages as those of GRPO."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)

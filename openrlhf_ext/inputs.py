@@ -91,7 +91,6 @@ def require_one_beginning(tokenizer: Any, texts: Sequence[Sequence[int]], where:
 
 
 # ---- kinds of values
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,6 @@ def check(
 
 
 # ---- files
-# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager

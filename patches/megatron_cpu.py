@@ -6,9 +6,8 @@ Wrong there: CUDA is hard-wired. The places that run in training, checkpointing 
 TP, PP, DP, CP and SP (found by tracing):
   torch.cuda.current_device()  tensor_parallel/layers.py:647, mappings.py:145,185, utils.py:715,
                                pipeline_parallel/p2p_communication.py:211-223,334,342,
-                               param_and_grad_buffer.py:1180,1186,
-                               rotary_pos_embedding.py:162, distrib_optimizer.py:1362,
-                               state_dict_saver.py:252
+                               param_and_grad_buffer.py:1180,1186, rotary_pos_embedding.py:162,
+                               distrib_optimizer.py:1362, state_dict_saver.py:252
   device="cuda"                pipeline_parallel/schedules.py:749,1121,2292,
   optimizer/optimizer.py:698,702,1249,
                                optimizer/clip_grads.py:112,180, utils.py:1332,

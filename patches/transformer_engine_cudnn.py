@@ -4,11 +4,10 @@ Dependency: transformer-engine 2.11.0.
 
 Wrong there: where a CUDA toolkit is installed, common/__init__.py:367 loads ``libcudnn.so`` alone,
 and the other ones only where there is none (common/__init__.py:374-378). But its core,
-``libtransformer_engine.so``, names
-``libcudnn_graph.so.9``, ``libcudnn_ops.so.9`` and five more by plain names (``readelf -d``), and
-torch's wheel has loaded only ``libcudnn.so.9`` by then, which opens the others when they are first
-used. So the loader takes the rest from where the system has them, of another version, and torch
-then refuses cuDNN as a whole ("compiled against (9, 19,
+``libtransformer_engine.so``, names ``libcudnn_graph.so.9``, ``libcudnn_ops.so.9`` and five more by
+plain names (``readelf -d``), and torch's wheel has loaded only ``libcudnn.so.9`` by then, which
+opens the others when they are first used. So the loader takes the rest from where the system has
+them, of another version, and torch then refuses cuDNN as a whole ("compiled against (9, 19,
 0) but found runtime version (9, 14, 0)": seen on an H200, with CUDNN_HOME set to torch's).
 
 Changes: before the body of ``transformer_engine`` runs, every ``libcudnn*.so.9`` of NVIDIA's wheel

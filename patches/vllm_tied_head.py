@@ -9,8 +9,7 @@ goes on computing from the packed copy of the old values. The weight-sync probe 
 after one small step).
 
 Changes: nothing in vLLM. Whoever has reloaded weights (openrlhf_ext/rollout/worker_extension.py)
-calls
-``repack_tied_heads``, which packs such output layers again.
+calls ``repack_tied_heads``, which packs such output layers again.
 
 Remove when: a layerwise reload of vLLM also processes the layers that share a reloaded weight.
 """

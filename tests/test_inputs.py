@@ -165,7 +165,6 @@ def soon() -> Iterator[None]:
 
 
 # ---- good files of every kind
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +352,6 @@ def test_any_file_is_read_or_refused_with_its_name(good: Path, kind: str) -> Non
 
 
 # ---- through the commands
-# --------------------------------------------------------------------------------------------
 
 
 def train(good: Path) -> int:

@@ -76,8 +76,7 @@ class Mismatch:
     Attributes:
         cells: (trainer's precision, engine's) -> ``gauges``.
         layers: engine's precision -> mean |log-prob difference| to the unquantized model with only
-        that decoder layer
-            in FP8, for every layer; empty unless asked for.
+            that decoder layer in FP8, for every layer; empty unless asked for.
         other_tiles: weights that the two cut into different tiles.
     """
 
@@ -244,7 +243,6 @@ def _sensitivities(
 
 
 # ---- a model with emulated layers
-# -----------------------------------------------------------------------------------
 
 
 class _EmulatedLinear(nn.Module):
@@ -408,7 +406,6 @@ def _layer_shape(model: PreTrainedModel) -> LayerShape:
 
 
 # ---- the figure
-# --------------------------------------------------------------------------------------------------
 
 
 def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
@@ -480,7 +477,6 @@ def _number(value: float) -> str:
 
 
 # ---- the command
-# --------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

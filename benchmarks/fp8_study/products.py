@@ -2,9 +2,8 @@
 process.
 
 ``recipes`` times whole layers, quantization of all operands included, as TransformerEngine's
-published table does;
-``scaled_mm`` bare products of operands that are FP8 already. Shape suffixes: T = tokens, K =
-inputs, N = outputs.
+published table does; ``scaled_mm`` bare products of operands that are FP8 already. Shape suffixes:
+T = tokens, K = inputs, N = outputs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def shapes(settings: dict[str, Any]) -> Iterator[Shape]:
 
 
 # ---- layers
-# --------------------------------------------------------------------------------------------------
 
 
 def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +165,6 @@ def _emulated_layer(
 
 
 # ---- bare products
-# --------------------------------------------------------------------------------------------------
 
 
 class Factors(NamedTuple):

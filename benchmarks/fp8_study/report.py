@@ -55,7 +55,6 @@ def markdown(report: dict[str, Any], published: dict[str, Any], figure: str) -> 
 
 
 # ---- where
-# --------------------------------------------------------------------------------------------------
 
 
 def place(report: dict[str, Any]) -> str:
@@ -91,7 +90,6 @@ def _where(report: dict[str, Any]) -> list[str]:
 
 
 # ---- tables
-# --------------------------------------------------------------------------------------------------
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -363,7 +361,6 @@ def _layers(report: dict[str, Any]) -> list[str]:
 
 
 # ---- device and host, shares, and which recipe to take
-# --------------------------------------------------------------
 
 
 _PARTS = ("logprobs", "forward_backward", "optimizer")
@@ -459,8 +456,7 @@ class Choice(NamedTuple):
 
 def choices(report: dict[str, Any]) -> list[Choice]:
     """For every number of ranks and length: the recipe whose kernels take least time, if BF16's
-    take more than
-    ``WORTH`` times as much; else BF16."""
+    take more than ``WORTH`` times as much; else BF16."""
     by_place: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
     for cell, found, plain in _layer_cells(report):
         times, beside = _Times.of(found), _Times.of(plain or {})
@@ -525,7 +521,6 @@ def _closest(report: dict[str, Any]) -> str:
 
 
 # ---- engines, runs, clocks
-# ------------------------------------------------------------------------------------------
 
 
 def _engines(report: dict[str, Any]) -> list[str]:
@@ -729,7 +724,6 @@ def _open_cells(report: dict[str, Any]) -> list[str]:
 
 
 # ---- figure
-# --------------------------------------------------------------------------------------------------
 
 
 def _draw(file: Path, report: dict[str, Any], published: dict[str, Any]) -> str | None:

@@ -62,7 +62,6 @@ _NOT_YET = {"status": "not run", "error": "not run yet"}
 
 
 # ---- one cell, in its own process
-# -----------------------------------------------------------------------------------
 
 
 def measure(name: str, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -109,7 +108,6 @@ def _machine(bundle: Path | None, seconds: float) -> Machine:
 
 
 # ---- the study
-# --------------------------------------------------------------------------------------------------
 
 
 def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -> int:
@@ -276,7 +274,6 @@ def _require_active(cell: Cell, row: dict[str, Any], rows: dict[str, Any]) -> di
 
 
 # ---- command line
-# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -57,7 +57,6 @@ def wrapped_async(owner: Any, name: str, change: Callable[..., Any]) -> Any:
 
 
 # ---- weights on their way to the engines
-# ----------------------------------------------------------------------------
 
 
 def loads_otherwise(engine: Any, change: Callable[[dict, dict], dict]) -> Any:
@@ -150,7 +149,6 @@ def stale_prefix_cache(engine: Any) -> list[Any]:
 
 
 # ---- sampling
-# --------------------------------------------------------------------------------------------------
 
 
 def samples_otherwise(engine: Any, **change: Any) -> list[Any]:
@@ -253,7 +251,6 @@ def all_truncated(engine: Any) -> list[Any]:
 
 
 # ---- rewards
-# --------------------------------------------------------------------------------------------------
 
 
 @fault("R1-V#146", "the label is that of the prompt before", "engine")
@@ -354,7 +351,6 @@ def _advantages(loop: Any, change: Callable[..., torch.Tensor]) -> Any:
 
 
 # ---- log-probs
-# --------------------------------------------------------------------------------------------------
 
 
 def head_otherwise(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -449,7 +445,6 @@ def entropies_in_another_order(loop: Any) -> list[Any]:
 
 
 # ---- loss and gradient
-# ----------------------------------------------------------------------------------------------
 
 
 def loss_otherwise(change: Callable[[Any, Any], float]) -> list[Any]:
@@ -563,7 +558,6 @@ def _shards(actor: Any, change: Callable[[Any], Any]) -> Any:
 
 
 # ---- optimizer
-# --------------------------------------------------------------------------------------------------
 
 
 def frozen(actor: Any, part: str) -> Any:
@@ -713,7 +707,6 @@ def data_begin_anew(loop: Any) -> list[Any]:
 
 
 # ---- adapters
-# --------------------------------------------------------------------------------------------------
 
 
 def adapter_otherwise(engine: Any, change: Callable[[dict, dict], dict]) -> Any:

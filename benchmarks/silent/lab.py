@@ -2,10 +2,9 @@
 into one of them.
 
 A trial is a run of ``STEPS`` steps of its own seed, which shuffles the prompts and draws the
-completions. Before step
-``FAULTY_FROM`` + 1 a fault is put into the processes where it lives: functions are replaced in
-them, as a bug in the code would have it. Afterwards it is taken out again, ranks load the first
-weights and states, and the engine gets them.
+completions. Before step ``FAULTY_FROM`` + 1 a fault is put into the processes where it lives:
+functions are replaced in them, as a bug in the code would have it. Afterwards it is taken out
+again, ranks load the first weights and states, and the engine gets them.
 """
 
 from __future__ import annotations

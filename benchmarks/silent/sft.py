@@ -65,7 +65,6 @@ _TRIAL_S = 900.0  # on a busy machine
 
 
 # ---- trials
-# --------------------------------------------------------------------------------------------------
 
 
 class Lab:
@@ -228,7 +227,6 @@ def _spoil(stack: contextlib.ExitStack, patches: Patches, run: Any) -> None:
 
 
 # ---- faults of the data
-# ---------------------------------------------------------------------------------------------
 
 
 def fault(issue: str, what: str, at: str, **more: Any) -> Callable[[Callable], Callable]:
@@ -378,7 +376,6 @@ def _joined(*batches: SequenceBatch) -> SequenceBatch:
 
 
 # ---- faults of the step
-# ---------------------------------------------------------------------------------------------
 
 
 @fault("transformers#46898", "labels are shifted twice", "rank")
@@ -455,7 +452,6 @@ def schedule_too_fast(run: Any) -> list[Any]:
 
 
 # ---- faults of going on
-# ---------------------------------------------------------------------------------------------
 
 
 def after_loading(change: Callable[[Any], None]) -> list[Any]:

@@ -40,8 +40,8 @@ def probe(
     a table.
 
     At the start and after half of the steps, which are those of ``cell``; every seed of its task.
-    Cells with backend
-    ``stack`` are left out; of a cell with several learning rates the first is taken.
+    Cells with backend ``stack`` are left out; of a cell with several learning rates the first is
+    taken.
 
     Args:
         arms: what is compared, where it is on the task of ``cell``.
@@ -142,7 +142,6 @@ def _mean(rows: Sequence[Row], key: str) -> str:
 
 
 # ---- in a process of its own
-# ----------------------------------------------------------------------------------------
 
 
 def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,6 @@ def write_report(
 
 
 # ---- tables
-# --------------------------------------------------------------------------------------------------
 
 
 def _csv(rows: Sequence[Row]) -> str:
@@ -250,7 +249,6 @@ def _arm(cell: str, rate: float | None) -> str:
 
 
 # ---- figures
-# --------------------------------------------------------------------------------------------------
 
 
 def _figures(
@@ -383,7 +381,6 @@ def _forest(pyplot: Any, judgments: Sequence[Judgment]) -> Any:
 
 
 # ---- page
-# --------------------------------------------------------------------------------------------------
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1150px;margin:2em auto;padding:0 1em}table{"

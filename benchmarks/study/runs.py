@@ -181,7 +181,6 @@ def missing(study: Study, runs: Sequence[Run], done: Mapping[Run, dict[str, Any]
 
 
 # ---- processes
-# --------------------------------------------------------------------------------------------------
 
 
 def execute(

@@ -132,14 +132,12 @@ class Contrast(_Part):
         expect: the claimed sign; ``none``: that there is no difference.
         margin: differences below it do not matter.
         role: ``primary`` ones are judged together (Holm); ``check`` tests the study itself: two
-        names of one method
-            (``expect none``), a planted effect.
+            names of one method (``expect none``), a planted effect.
         gates: needed beside the task's.
         survival: learning rates are left out at which the runs of both cells together do not pass
         it.
         tuned_on: each cell at its own best learning rate, that with the best mean outcome on the
-        first so many seeds,
-            which are then left out; 0: both at the same learning rates.
+            first so many seeds, which are then left out; 0: both at the same learning rates.
     """
 
     cells: tuple[str, str]

@@ -146,7 +146,6 @@ class StudyRun:
         return described | trained | seconds
 
     # ---- rollouts
-    # ----------------------------------------------------------------------------------------------
 
     def rollout(self, step: int) -> Rollout:
         """The completions of a step, by the policy as it is now."""
@@ -246,7 +245,6 @@ class StudyRun:
         return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropies_N
 
     # ---- training
-    # ----------------------------------------------------------------------------------------------
 
     def train(self, rollout: Rollout, shaped: LossBatch, step: int) -> dict[str, float]:
         """The optimizer steps on one rollout; means over them."""
@@ -331,7 +329,6 @@ class StudyRun:
         return get_algorithm(name, warn=False, **options, **measured)
 
     # ---- evaluation
-    # ---------------------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Held-out problems, sampled and greedy; the last evaluation has more of them."""
@@ -398,7 +395,6 @@ class StudyRun:
         return {name: float(value) for name, value in found.items()}
 
     # ---- input
-    # ----------------------------------------------------------------------------------------------
 
     def _problems(self, path: str) -> list[Problem]:
         return load_problems(

@@ -1,9 +1,8 @@
 """An agent that says what was wrong and lets the model try again (--train.agent_func_path).
 
 The label is the answer, or ends in "#### answer" as GSM8K's. A right answer at the first try is
-worth 1, at the second
-0.5, at the third 0.25. What the environment says is in the completion, but carries no loss: the
-model is trained on what it wrote itself.
+worth 1, at the second 0.5, at the third 0.25. What the environment says is in the completion, but
+carries no loss: the model is trained on what it wrote itself.
 """
 
 import re

@@ -5,10 +5,8 @@ not a benchmark.
     python -m openrlhf_ext.cli.train_ppo_ray --config configs/real_model.yaml \\
         --actor.model_name_or_path "$(python examples/python/real_model.py)" \\
         --data.prompt_dataset runs/code/data/train.jsonl --eval.dataset runs/code/data/heldout.jsonl
-        \\
-        --reward.remote_url examples/python/reward_code.py --rollout.max_new_tokens 96
-        --data.max_len 192 \\
-        --train.max_minutes 20 --ckpt.output_dir runs/code/policy
+        \\ --reward.remote_url examples/python/reward_code.py --rollout.max_new_tokens 96
+        --data.max_len 192 \\ --train.max_minutes 20 --ckpt.output_dir runs/code/policy
 
 ``question`` asks for one function ``f``, ``answer`` has three asserts. A problem is a rule with a
 number in it; one in eight, by a hash of its text, is held out.

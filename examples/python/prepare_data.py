@@ -8,18 +8,16 @@
     data/math.jsonl --template dapo
 
 The source is a file as it was published (.jsonl, .json, .parquet, .arrow), a folder of such files,
-or a hub name with
---subset and --split; several are read one after the other. Every record is read or the command
-stops, naming file and record. Questions that occur again are left out, those that come with two
-different answers altogether; so are questions of the files named by --against, which are for
-testing.
+or a hub name with --subset and --split; several are read one after the other. Every record is read
+or the command stops, naming file and record. Questions that occur again are left out, those that
+come with two different answers altogether; so are questions of the files named by --against, which
+are for testing.
 
 One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat
-messages, for
---data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with --solutions
-also ``solution``, the worked one that the data set has, for supervised fine-tuning (with a system
-prompt a list of one message). Beside it FILE.manifest.json has the SHA-256 of every file read and
-written and the counts. Exit status 0, or 2 if something given is wrong.
+messages, for --data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with
+--solutions also ``solution``, the worked one that the data set has, for supervised fine-tuning
+(with a system prompt a list of one message). Beside it FILE.manifest.json has the SHA-256 of every
+file read and written and the counts. Exit status 0, or 2 if something given is wrong.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ is the prompt and the completion as text, special tokens included. The completio
 * ``extra_logs``: ``accuracy`` (as the score) and ``format`` (1 if the form is as above).
 
 Both credits are environment variables read once at import, defaults 0.1 and 0 (off). Together they
-must stay within
-0.5, the threshold above which the entropy-shaped algorithms take a completion for a successful one.
+must stay within 0.5, the threshold above which the entropy-shaped algorithms take a completion for
+a successful one.
 
 Left out on purpose: torch (floats are accepted) and any mercy for a second answer; the first hack a
 policy finds is to write several.

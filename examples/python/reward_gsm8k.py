@@ -2,11 +2,9 @@
 completion states.
 
 The stated answer is looked for in this order: the last ``<answer>...</answer>``, the last
-``\\boxed{...}``, the last
-``#### ...``, and, where a completion has none of them, its last number. Numbers are compared
-exactly, as fractions:
-``$1,080.00``, ``1080`` and ``2160/2`` are equal, ``1 1/2`` and ``3/2`` too; see
-openrlhf_ext/rewards/answers.py.
+``\\boxed{...}``, the last ``#### ...``, and, where a completion has none of them, its last number.
+Numbers are compared exactly, as fractions: ``$1,080.00``, ``1080`` and ``2160/2`` are equal, ``1
+1/2`` and ``3/2`` too; see openrlhf_ext/rewards/answers.py.
 
 * ``rewards`` and ``scores``: 1 if the numbers are equal, else 0.
 * ``extra_logs``: ``accuracy`` (as the score) and ``answered`` (1 if the answer was marked, not

@@ -6,13 +6,11 @@ The completion should read::
     <reasoning>48+24=72</reasoning><answer>72</answer><|im_end|>
 
 ``REWARD_TAGGED_MODE`` chooses the form, read once at import: ``paper`` (default; the paper's
-appendix 8.2) or
-``official`` (the authors' released ``reward_math.py``). They differ in what earns partial format
-credit, in whether
-``</answer>`` must end the text, and in whether a wrong format forfeits the accuracy. A text is
-searched as
-``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy patterns need quadratic time on
-a text that repeats an opening tag, which a policy finds soon enough.
+appendix 8.2) or ``official`` (the authors' released ``reward_math.py``). They differ in what earns
+partial format credit, in whether ``</answer>`` must end the text, and in whether a wrong format
+forfeits the accuracy. A text is searched as ``re.search`` with ``DOTALL`` would, but with
+``str.find``: the lazy patterns need quadratic time on a text that repeats an opening tag, which a
+policy finds soon enough.
 
 * ``rewards``: format + accuracy, 0 to 20.
 * ``scores``: 1 if the answer is right, else 0. Accuracy and dynamic filtering use it.

@@ -55,12 +55,10 @@ class Algorithm:
         Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
         loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss
-        read (kept by
-            `LossBatch.lean`); what only `loss_level` reads is not among them.
+            read (kept by `LossBatch.lean`); what only `loss_level` reads is not among them.
         reads_old: `advantages` reads `RolloutBatch.old_logprobs`.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch
-        before it computes
-            the losses of shares (`select`).
+            before it computes the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
         main_field: what `advantages` must return.
     """
@@ -145,9 +143,8 @@ class Algorithm:
             A LossBatch whose mini-batch is the whole rollout batch.
         Raises:
             ValueError: missing inputs, an empty completion, an incomplete group; on a completion
-            token inf or NaN, an
-                entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a log-prob above
-                `MOST_LOGPROB`.
+                token inf or NaN, an entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a
+                log-prob above `MOST_LOGPROB`.
         """
         inputs = self.inputs(batch)
         shaped = self.rollout_level(inputs)
@@ -184,8 +181,7 @@ class Algorithm:
             made by `select`.
             seed: seeds random choices; use the same number on all ranks. None: natural order.
             total: sums a tensor over the shares, which have no row in common and cover the
-            mini-batch; the result must
-                be the same bits for all. None: `shaped` is the whole.
+                mini-batch; the result must be the same bits for all. None: `shaped` is the whole.
         """
         return shaped
 
@@ -197,8 +193,8 @@ class Algorithm:
             shaped: a mini-batch, or a share of one made by `select`.
         Raises:
             ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a
-            ratio overflows that
-                neither clipping nor a zero advantage silences. On a device the test would wait for
+                ratio overflows that neither clipping nor a zero advantage silences. On a device the
+                test would wait for
                 it: there the caller tests `value` and the metric `policy_kl`, which shows
                 log-probs, when it reads them.
         """
@@ -266,9 +262,8 @@ class Algorithm:
 
         Raises:
             ValueError: naming method, file and line, the field, and its shape: it is no field of
-            LossBatch, or has not
-                one entry for each completion or token; `advantages` (or `seq_advantages`) is
-                missing or not finite.
+                LossBatch, or has not one entry for each completion or token; `advantages` (or
+                `seq_advantages`) is missing or not finite.
         """
         fields = self.advantages(inputs)
         if faults := list(_field_faults(fields, self.main_field, inputs)):
@@ -451,8 +446,7 @@ class LossBatch(Packed, Named):
         loss_mask: (N,) bool, tokens that carry loss.
         advantages: (N,) floating point, above 0 makes the token likelier.
         old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions
-        for
-            `mixed_policy_dapo`); None: the log-probs that the loss is given (`with_old`).
+            for `mixed_policy_dapo`); None: the log-probs that the loss is given (`with_old`).
         ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the
         loss; else None.
         token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for

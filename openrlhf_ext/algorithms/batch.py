@@ -83,8 +83,7 @@ class RolloutBatch(Named):
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
         group_size: declared completions per prompt: one number, or {group id: number}. `shape`
-        refuses a group of
-            another size. None: no check.
+            refuses a group of another size. None: no check.
     """
 
     tokens: Tensor

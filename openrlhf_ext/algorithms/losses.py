@@ -210,10 +210,10 @@ class TokenAlgorithm(Algorithm):
 
     Class attributes:
         tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A
-        class that defines
-            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say
-            so again by `tokenwise = True`: its hooks then must treat every token alone. The loss is
-            right either way; without it the fused output layer is not used.
+            class that defines `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or
+            `extra_terms` must say so again by `tokenwise = True`: its hooks then must treat every
+            token alone. The loss is right either way; without it the fused output layer is not
+            used.
         kl_is_token_mean: a KL in the loss is averaged over all tokens, whatever `agg` is.
         most_kl: bound of a token's KL; None for none.
     """
@@ -451,7 +451,6 @@ class SequenceAlgorithm(Algorithm):
 
 
 # ---- the group-relative advantage
-# --------------------------------------------------------------------------------------------------
 
 
 class GroupRelative(Algorithm):

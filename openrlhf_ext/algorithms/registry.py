@@ -133,15 +133,13 @@ def get_algorithm(
         correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`),
         None for none.
         kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead
-        of `kl_coef`,
-            which is the k3 penalty in the loss.
+            of `kl_coef`, which is the k3 penalty in the loss.
         entropy_coef: weight of an entropy bonus: the loss falls by it times the mean entropy of the
         loss tokens.
         warn: log what has no effect or deserves a look; False where somebody has said it already.
         **options: keys of `describe_options(name)`. A null value takes the default, except where
-        null has a meaning
-            of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is
-            ignored with a warning.
+            null has a meaning of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other
+            algorithms read is ignored with a warning.
 
     Raises:
         ValueError: unknown name or key (with the nearest one), illegal or missing value; all

@@ -42,9 +42,8 @@ def try_algorithm(
 
     Raises:
         ValueError: an advantage, the loss or a gradient is not finite, the losses of shares do not
-        add up to that of
-            the mini-batch, `advantages` changes what it is given, or what is kept from one batch to
-            the next would be
+            add up to that of the mini-batch, `advantages` changes what it is given, or what is kept
+            from one batch to the next would be
             lost: by a checkpoint, or because the loss writes it, on ranks.
         Exception: whatever the algorithm raises.
     """
@@ -78,7 +77,6 @@ def try_algorithm(
 
 
 # ---- what is kept from one batch to the next
-# -------------------------------------------------------------------------
 
 
 def _check_state(
@@ -164,7 +162,6 @@ def _changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
 
 
 # ---- the trial
-# --------------------------------------------------------------------------------------------------
 
 
 def made_batch(group_size: int, dtype: torch.dtype) -> RolloutBatch:

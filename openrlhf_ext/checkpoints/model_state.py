@@ -12,8 +12,7 @@ STATE = "state.json"
 
 def model_faults(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Why the state in ``folder`` does not fit a model by shape, type, adapters; ``theirs``: its
-    ``state.json``. What
-    ``ours`` does not know of its adapters is not compared."""
+    ``state.json``. What ``ours`` does not know of its adapters is not compared."""
     shape = ours["shape"]
     different = [
         f"{k} {v!r}, the model has {shape.get(k)!r}"

@@ -200,8 +200,7 @@ class CheckpointStore:
 
     def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
         """Notes what ``complete`` waits for: the receipts of ranks that write in the background,
-        beside the files of
-        ``manifest`` that are there already."""
+        beside the files of ``manifest`` that are there already."""
         content = json.dumps({**asdict(manifest), "parts": parts})
         write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
 

@@ -1,6 +1,6 @@
 """``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and
-out;
-``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its base.
+out; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its
+base.
 
 --check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process
 per rank, on this machine), exports it again and compares bit for bit with the files, then compares

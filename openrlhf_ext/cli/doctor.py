@@ -44,7 +44,6 @@ from openrlhf_ext.patches.environment import (
 )
 
 # ---- a machine with GPUs: driver, cuDNN, compiler, and if TransformerEngine fits torch
-# ------------------------------
 
 OLDEST_CUDNN = (9, 18)
 """Older ones give NaN in the backward pass of packed sequences with context parallelism on Hopper
@@ -285,7 +284,6 @@ def _output(*command: str) -> str:
 
 
 # ---- the doctor
-# --------------------------------------------------------------------------------------------------
 
 DISTRIBUTION = "openrlhf_ext"
 MINIMUM_PYTHON = (3, 11)

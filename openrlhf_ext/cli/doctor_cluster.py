@@ -190,7 +190,6 @@ def _files_of(config: RunConfig | None) -> list[str]:
 
 
 # ---- waiting
-# --------------------------------------------------------------------------------------------------
 
 
 def _wait_for_nodes(address: str, names: Sequence[str], wait_s: float) -> str | None:
@@ -236,7 +235,6 @@ def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 # ---- on a node
-# --------------------------------------------------------------------------------------------------
 
 
 def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
@@ -317,7 +315,6 @@ def _tokens(config: RunConfig | None, report: ClusterReport) -> Iterator[dict[st
 
 
 # ---- comparing
-# --------------------------------------------------------------------------------------------------
 
 
 def _check_software(
@@ -407,7 +404,6 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
 
 
 # ---- text
-# --------------------------------------------------------------------------------------------------
 
 _COLUMNS = {
     "gpus": "GPUs",

@@ -153,7 +153,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 # ---- as text
-# --------------------------------------------------------------------------------------------------
 
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
@@ -451,7 +450,6 @@ def _degrees(candidate: Candidate) -> str:
 
 
 # ---- as files
-# --------------------------------------------------------------------------------------------------
 
 
 def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str]) -> str:

@@ -4,9 +4,8 @@ needs no GPU.
 Imports pydantic and PyYAML only. Users of this package call :func:`load_config`; see
 docs/configuration.md. To read it:
 ``sections`` hold the options, each declared once, ``run_config`` what follows from them; ``rules``,
-``model_rules`` and
-``file_rules`` what is refused and warned about; ``load`` how YAML and words become a configuration;
-``show`` what users see.
+``model_rules`` and ``file_rules`` what is refused and warned about; ``load`` how YAML and words
+become a configuration; ``show`` what users see.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
 
 
 # ---- what is read
-# ------------------------------------------------------------------------------------------------
 
 
 def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
@@ -232,7 +231,6 @@ def _remote_url_violations(option: str, remote_url: str) -> Iterator[Violation]:
 
 
 # ---- what is written
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,8 @@ def is_hub_name(text: str) -> bool:
 
 def resolve_path(value: str, kind: PathKind) -> str:
     """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs
-    separated by commas,
-    ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name (``name=path``). Inputs
-    that are URLs or hub names stay as they are."""
+    separated by commas, ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name
+    (``name=path``). Inputs that are URLs or hub names stay as they are."""
     if not value.strip():
         return value  # refused; it would become the current directory
     if kind == "output":
@@ -105,8 +104,7 @@ class DatasetRef:
 
 def inputs_of(config: BaseModel, option: str) -> str:
     """Paths, hub names and URLs of an option, separated by commas, without names of sets
-    (``eval.dataset``,
-    ``eval.remote_url``); "" if none are given."""
+    (``eval.dataset``, ``eval.remote_url``); "" if none are given."""
     value = value_of(config, option) or ""
     return ",".join(rest for _, rest in named_parts(value)) if option.startswith("eval.") else value
 
@@ -216,7 +214,6 @@ def _elements(path: Path) -> int:
 
 
 # ---- models of the hub
-# ----------------------------------------------------------------------------------------------
 
 
 def downloaded(option: str, name: str) -> str:

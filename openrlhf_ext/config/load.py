@@ -348,7 +348,6 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
 
 
 # ---- the configuration
-# ----------------------------------------------------------------------------------------------
 
 Rules = Callable[[C], Findings]
 Choice = Callable[[C], Mapping[str, Any]]
@@ -384,11 +383,9 @@ def load(
     Args:
         model: the options of the command.
         argv: words after the program's name: ``--config FILE.yaml`` (repeatable),
-        ``--section.name value ...``,
-            ``--help [section]`` (prints and exits with status 0).
+            ``--section.name value ...``, ``--help [section]`` (prints and exits with status 0).
         rules: what is checked, for one report; called with a configuration whose types are right,
-        which may break other
-            rules.
+            which may break other rules.
         choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 

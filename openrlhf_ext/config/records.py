@@ -56,7 +56,6 @@ class Wanted:
 
 
 # ---- what a data set is
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ def read_records(
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """The records of all data sets of a value, at most ``most`` of each and of all, in order, or
-    interleaved as
-    ``datasets.interleave_datasets`` does by ``probabilities`` (OpenRLHF's ``blending_datasets``).
+    interleaved as ``datasets.interleave_datasets`` does by ``probabilities`` (OpenRLHF's
+    ``blending_datasets``).
 
     Raises:
         InputError: a record cannot be used (with its place), or a data set cannot be read.
@@ -202,7 +201,6 @@ def warn_once(text: str) -> None:
 
 
 # ---- what is asked of records
-# -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -331,7 +329,6 @@ def as_chat(prompt: str | Chat, role: str = "user") -> Chat:
 
 
 # ---- forms of files
-# ---------------------------------------------------------------------------------------------
 
 
 def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Records:

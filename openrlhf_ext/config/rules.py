@@ -3,8 +3,7 @@ stand in its file.
 
 What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen
 when Ray places the actors; and what needs torch to know (the options of an estimator, the tensors
-of a model), which
-``openrlhf_ext.driver.preflight`` adds to the same report.
+of a model), which ``openrlhf_ext.driver.preflight`` adds to the same report.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ def _sections(section: Section) -> Iterator[Section]:
 
 
 # ---- ranks and layouts
-# -------------------------------------------------------------------------------------------
 
 
 def trained_layout(config: TrainedConfig) -> Iterator[Violation]:
@@ -407,7 +405,6 @@ def guide(config: RunConfig) -> Iterator[Violation]:
 
 
 # ---- batches and lengths
-# -----------------------------------------------------------------------------------------
 
 
 def batches(config: RunConfig) -> Iterator[Violation]:
@@ -567,7 +564,6 @@ def _best_metric(config: RunConfig) -> Iterator[Violation]:
 
 
 # ---- streaming
-# --------------------------------------------------------------------------------------------------
 
 
 def streaming(config: RunConfig) -> Iterator[Violation]:
@@ -586,7 +582,6 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
 
 
 # ---- the algorithm
-# -----------------------------------------------------------------------------------------------
 
 
 def reserved_keys(config: RunConfig) -> Iterator[Violation]:
@@ -680,7 +675,6 @@ def _multiples(value: int, factor: int) -> str:
 
 
 # ---- warnings
-# --------------------------------------------------------------------------------------------------
 
 
 def hub_names(config: RunConfig) -> Iterator[str]:

@@ -140,7 +140,6 @@ def shown_name(option: Option) -> str:
 
 
 # ---- a dry run
-# --------------------------------------------------------------------------------------------------
 
 # giving one of these a value, even its default, asks for something
 _MATTER_WHEN_SET = (
@@ -446,7 +445,6 @@ def _place_of_frozen(ranks: int) -> str:
 
 
 # ---- the JSON schema, by which editors complete and check YAML files: options.schema.json
-# ---------------------------
 
 SCHEMA = Path(__file__).resolve().parents[1] / "options.schema.json"
 """Made by ``benchmarks/option_tables.py --schema``."""

@@ -79,7 +79,6 @@ def namespace(tree: Any) -> Any:
 
 
 # ---- defaults and names
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,6 @@ DIFFERENCES = (
 )
 
 # ---- earlier names
-# --------------------------------------------------------------------------------------------------
 
 # earlier name -> present name, where the dots do not say it (`present_name`)
 RENAMED = {

@@ -47,10 +47,9 @@ _HELD_OUT = {"held_out": "accuracy", "held_out_score": "mean score"}
 def results(config: RunConfig) -> dict[str, Any]:
     """Where the run began and where it is: ``steps``, and pairs of the first value and the last
     one. ``held_out`` has pairs of accuracy and standard error, ``held_out_score`` those of the mean
-    score if it is another number,
-    ``held_out_steps`` the steps after which they were measured; ``reward``, ``accuracy`` and, if it
-    is another number,
-    ``score`` are means over the first and the last few training steps, with standard errors."""
+    score if it is another number, ``held_out_steps`` the steps after which they were measured;
+    ``reward``, ``accuracy`` and, if it is another number, ``score`` are means over the first and
+    the last few training steps, with standard errors."""
     path = Path(str(config.logger.metrics_path))
     records = read_metrics(path) if path.exists() else []
     evaluations = [record for record in records if "eval/accuracy" in record]

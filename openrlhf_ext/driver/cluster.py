@@ -441,8 +441,8 @@ def living_nodes() -> list[dict[str, Any]]:
 
 def node_label(node: Mapping[str, Any]) -> str:
     """What messages call a node of Ray's table: names need not differ, the beginnings of ids do.
-    The name is that of
-    ``ray start --node-name``, which is Ray's own (the address) where nobody gave one."""
+    The name is that of ``ray start --node-name``, which is Ray's own (the address) where nobody
+    gave one."""
     return f"{node['NodeName'] or node['NodeManagerHostname']} ({node['NodeID'][:8]})"
 
 

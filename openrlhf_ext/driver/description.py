@@ -100,7 +100,6 @@ def _expected_reference(
 
 
 # ---- the batch
-# --------------------------------------------------------------------------------------------------
 
 
 def batch_metrics(
@@ -243,17 +242,16 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
 
 
 # ---- what was shaped against what is trained
-# ----------------------------------------------------------------------
 
 
 def advantage_gauges(
     shaped: LossBatch, group_size: int, rewards: Sequence[float]
 ) -> dict[str, float]:
     """Advantages of completions beside the rewards that they were graded with, in the order of the
-    batch, in which the
-    ``group_size`` completions of a prompt lie together: the correlation of what both differ by from
-    the group's mean (missing where one of them does not differ), the size of the mean advantage of
-    a group, and how far the advantages of a group with unlike rewards are from it."""
+    batch, in which the ``group_size`` completions of a prompt lie together: the correlation of what
+    both differ by from the group's mean (missing where one of them does not differ), the size of
+    the mean advantage of a group, and how far the advantages of a group with unlike rewards are
+    from it."""
     segments = shaped.segments
     sums_B = torch.cat(
         [block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()]
@@ -308,7 +306,6 @@ def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 # ---- trainer against engines
-# --------------------------------------------------------------------------------------
 
 
 def mismatch_gauges(
@@ -410,7 +407,6 @@ def _effective_fraction(log_sum: Tensor, log_sum_of_squares: Tensor, count: int)
 
 
 # ---- the guide
-# --------------------------------------------------------------------------------------------------
 
 
 def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:

@@ -123,7 +123,6 @@ class EngineSupervisor:
         return {index: self.engines[index] for index in self._present}
 
     # ---- asking
-    # ----------------------------------------------------------------------------------------------
 
     def ask(self, method: str) -> list[Any]:
         """Call a method that answers quickly on every engine that works; one that dies or hangs is
@@ -183,7 +182,6 @@ class EngineSupervisor:
             self._end(index)
 
     # ---- weight sync
-    # ----------------------------------------------------------------------------------------------
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
         """Run a weight sync, to new engines too; as long as it blames engines, replace these and
@@ -206,7 +204,6 @@ class EngineSupervisor:
                 self.changes += 1
 
     # ---- replacing
-    # ----------------------------------------------------------------------------------------------
 
     def replace(
         self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True
@@ -327,7 +324,6 @@ class EngineSupervisor:
                         self._processes[index].append(psutil.Process(pid))
 
     # ---- fewer engines, and more again
-    # ------------------------------------------------------------------------------
 
     def _do_without(self, index: int, fault: BaseException) -> None:
         """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it

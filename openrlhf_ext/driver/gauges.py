@@ -23,7 +23,6 @@ _NAMED_ABOVE = 1.5  # slowest rank / mean from which it is named on the terminal
 _NAMED_FROM_S = 1.0
 
 # ---- speed
-# --------------------------------------------------------------------------------------------------
 
 
 def throughput_gauges(
@@ -52,7 +51,6 @@ def throughput_gauges(
 
 
 # ---- ranks
-# --------------------------------------------------------------------------------------------------
 
 
 def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:

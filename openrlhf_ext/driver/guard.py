@@ -63,8 +63,7 @@ the exit code."""
 class Guard:
     """What the driver tells its parent, and the signals that the driver gets: Ctrl-C, SIGTERM and
     SIGHUP raise KeyboardInterrupt where the driver is; only the first counts, ``received`` on the
-    monotonic clock at
-    ``received_at``. With ``pipe`` None nobody is told."""
+    monotonic clock at ``received_at``. With ``pipe`` None nobody is told."""
 
     def __init__(self, pipe: Connection | None = None) -> None:
         self._pipe = pipe
@@ -76,7 +75,6 @@ class Guard:
         self.events = EventLog()
 
     # ---- telling
-    # ----------------------------------------------------------------------------------------------
 
     def expect(self, seconds: float, doing: str) -> None:
         """The driver will say something else within ``seconds``; ``doing`` tells what it does until
@@ -116,7 +114,6 @@ class Guard:
                 self._pipe.send({"step": self.events.step, **facts})
 
     # ---- signals
-    # ----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """From now on the signals come here."""
@@ -170,7 +167,6 @@ class Guard:
 
 
 # ---- the parent
-# --------------------------------------------------------------------------------------------------
 
 
 def run(config: RunConfig, train: Train) -> int:
@@ -293,7 +289,6 @@ class _Driver:
         self._logs = self._lost_at_end = ""
 
     # ---- while it lives
-    # ---------------------------------------------------------------------------------------------
 
     def interrupt(self, number: int, grace_s: float) -> None:
         """Hands a signal on, and sets the time until which the driver must have ended."""
@@ -407,7 +402,6 @@ class _Driver:
         return "\n".join(["", "--- where it was, innermost first", *frames])
 
     # ---- afterwards
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def why(self) -> str:

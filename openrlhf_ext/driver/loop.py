@@ -385,7 +385,6 @@ class TrainingLoop(Parts):
                 logger.error("a log could not be closed: %s", error)
 
     # ---- evaluation
-    # ----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float] | None:
         """Samples every held-out prompt; accuracy is the mean of the reward function's
@@ -489,7 +488,6 @@ class TrainingLoop(Parts):
         return [each for each in (self.supervisor, self.guide_supervisor) if each is not None]
 
     # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
 
     def state(self) -> State:
         """What a resumed run has to know: plain values, and the arrays of the groups that wait for
@@ -555,7 +553,6 @@ class TrainingLoop(Parts):
         self.progress.load_state_dict(state.get("progress", earlier))
 
     # ---- waiting
-    # ----------------------------------------------------------------------------------------------
 
     def _limit(self, doing: str) -> AbstractContextManager:
         return self.deadline.limit(self.config.train.step_timeout_s, doing, "train.step_timeout_s")

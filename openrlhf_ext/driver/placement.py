@@ -51,8 +51,7 @@ def place_ranks(
     nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None
 ) -> list[int]:
     """The bundle of each rank, in rank order: tensor- and context-parallel ranks are neighbors in
-    every order of
-    ``megatron/layout.py``, so their groups are blocks.
+    every order of ``megatron/layout.py``, so their groups are blocks.
 
     Nodes that hold whole blocks come first, so that as few blocks as possible are split.
     Tensor-parallel groups must be on one node (or PlacementError has the table of all), blocks
@@ -108,9 +107,8 @@ def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list
 @dataclass(frozen=True)
 class Reservation:
     """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by
-    bundle index;
-    ``shared`` by several actors in a colocated run. Their rank 0 has to start ``until`` this time
-    of the monotonic clock."""
+    bundle index; ``shared`` by several actors in a colocated run. Their rank 0 has to start
+    ``until`` this time of the monotonic clock."""
 
     group: PlacementGroup
     nodes: tuple[str, ...]
@@ -155,8 +153,7 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 
 class RankGroup:
     """One actor per rank of a layout, each in a bundle of its own. For the sizes, and
-    PlacementError, see
-    ``place_ranks``; it is raised too if rank 0 does not start in time."""
+    PlacementError, see ``place_ranks``; it is raised too if rank 0 does not start in time."""
 
     def __init__(
         self,

@@ -150,7 +150,6 @@ def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 # ---- the estimator
-# -----------------------------------------------------------------------------------------------
 
 
 def own_algorithm_problems(config: RunConfig) -> list[Violation]:
@@ -445,7 +444,6 @@ def machine_violations() -> Iterator[Violation]:
 
 
 # ---- models
-# --------------------------------------------------------------------------------------------------
 
 
 def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:

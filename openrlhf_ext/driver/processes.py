@@ -363,7 +363,6 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 
 # ---- auxiliary models
-# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

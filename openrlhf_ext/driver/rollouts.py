@@ -54,7 +54,6 @@ class FilterExhaustedError(RuntimeError):
 
 
 # ---- prompts
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ def all_prompts(loader: Iterable[Any], places: Sequence[int] | None = None) -> l
 
 
 # ---- groups
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,6 @@ class GuidedRequests:
 Requests = GroupRequests | GuidedRequests
 
 # ---- their way
-# --------------------------------------------------------------------------------------------------
 
 
 class Rollouts:
@@ -346,7 +343,6 @@ class Rollouts:
         self._taken: dict[str, float] = {}
 
     # ---- training
-    # ----------------------------------------------------------------------------------------------
 
     def take(self, version: int) -> list[Group]:
         """The next batch, oldest groups first, to be trained with the weights ``version``; smaller,
@@ -570,7 +566,6 @@ class Rollouts:
             )
 
     # ---- other prompts
-    # ----------------------------------------------------------------------------------------------
 
     def sample(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str
@@ -623,7 +618,6 @@ class Rollouts:
         return {key: self._others.pop(key) for key in keys}
 
     # ---- records and checkpoints
-    # ------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
         """Groups in flight and queued, and gauges of the last batch taken."""
@@ -696,7 +690,6 @@ class Rollouts:
 
 
 # ---- groups that wait for training, in a checkpoint
-# -----------------------------------------------------------------
 
 
 _ARRAYS = {

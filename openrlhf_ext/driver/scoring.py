@@ -36,7 +36,6 @@ Get = Callable[[list], list]
 """Waits for Ray calls with the deadline of the phase: ``Deadline.get``."""
 
 # ---- scores
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ def with_end(batch: SequenceBatch) -> SequenceBatch:
 
 
 # ---- the batch
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,8 @@ class Deadline:
         self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0
     ) -> None:
         """``guard`` is told until when the driver will have moved on; what comes between two phases
-        may take
-        ``between_s``, and a question to an engine, with a deadline of its own, may begin as a phase
-        ends.
-        ``of_ranks`` says how far the ranks are."""
+        may take ``between_s``, and a question to an engine, with a deadline of its own, may begin
+        as a phase ends. ``of_ranks`` says how far the ranks are."""
         self._doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
         self.of_ranks: Callable[[], str] = str

@@ -13,8 +13,7 @@ _USUAL = Path("/usr/local/cuda")
 
 def wheel_folder(name: str = "cu13") -> Path | None:
     """A folder of NVIDIA's wheels, None: it is not installed. ``cu13`` has CUDA's ``bin/nvcc`` and
-    ``include``,
-    ``cudnn`` the ``lib`` of cuDNN."""
+    ``include``, ``cudnn`` the ``lib`` of cuDNN."""
     spec = find_spec("nvidia")
     roots = [] if spec is None else list(spec.submodule_search_locations or ())
     return next((folder for root in roots if (folder := Path(root) / name).is_dir()), None)

@@ -2,8 +2,7 @@
 to FP8's grid, and the three products of a linear layer, in torch with sums in fp32.
 
 Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``),
-delayed_scaling.cu; vllm
-0.32.0 utils/deep_gemm.py:984 (``per_block_cast_to_fp8``).
+delayed_scaling.cu; vllm 0.32.0 utils/deep_gemm.py:984 (``per_block_cast_to_fp8``).
 
 Shape suffixes: R = rows, C = columns, T = tokens, K = input features, N = output features.
 """

@@ -144,7 +144,6 @@ class RankState:
 
 
 # ---- one rank's side
-# --------------------------------------------------------------------------------------------
 
 
 class Watchdog:
@@ -317,7 +316,6 @@ class Watchdog:
 
 
 # ---- everyone's side
-# --------------------------------------------------------------------------------------------
 
 
 def describe_ranks(addresses: Sequence[Address]) -> str:
@@ -440,7 +438,6 @@ def _one_line(error: BaseException) -> str:
 
 
 # ---- the process's monitor
-# --------------------------------------------------------------------------------------
 
 _monitor: Watchdog | None = None
 
@@ -495,7 +492,6 @@ def _listen_towards(peer: str) -> socket.socket:
 
 
 # ---- waits that are no collectives
-# ------------------------------------------------------------------------------
 
 _numbers = itertools.count()
 

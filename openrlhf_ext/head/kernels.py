@@ -31,8 +31,7 @@ Implementation = Literal["auto", "torch", "triton"]
 
 class Kernels(Protocol):
     """The passes over a tile. A one-pass head keeps every tile of a block between the two passes:
-    the logits with
-    ``keeps_logits``, otherwise what ``statistics`` leaves in ``spare_BS``."""
+    the logits with ``keeps_logits``, otherwise what ``statistics`` leaves in ``spare_BS``."""
 
     keeps_logits: bool
 
@@ -156,7 +155,6 @@ def accumulate(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 # ---- kernels: chosen by device, or by name
-# -------------------------------------------------------------------------
 
 
 def choose_kernels(

@@ -162,9 +162,9 @@ def linear_logprob_entropy(
     Args:
         hidden_TH: (T, H), the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
         weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden
-        states; rank r holds
-            rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place
-            where Megatron's DDP provides that (``passes.WeightGradient``).
+            states; rank r holds rows ``[r * V, (r + 1) * V)``. Its gradient is added to
+            ``weight_VH.main_grad`` in place where Megatron's DDP provides that
+            (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
@@ -172,17 +172,14 @@ def linear_logprob_entropy(
         columns.
         entropy_grad: let gradients flow through the entropy (off: it is a constant).
         sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of
-        the tokens (as many on
-            every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks
-            of the group: the same on every rank. They are gathered, and their gradients scattered,
-            while other tokens are computed.
+            the tokens (as many on every rank), and ``sequence_rows`` (T,) are the wanted ones,
+            counted through the ranks of the group: the same on every rank. They are gathered, and
+            their gradients scattered, while other tokens are computed.
         rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are
-        counted, for which
-            the host waits for the device once per call.
+            counted, for which the host waits for the device once per call.
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
         checks: look for NaN, infinities and target ids out of range; the host waits for the device,
-        so that the default
-            is on for the CPU only.
+            so that the default is on for the CPU only.
 
     Raises ValueError: an argument is out of range, or the implementation cannot run here;
     NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite.
@@ -231,18 +228,14 @@ def linear_token_loss(
 
     Args:
         token_loss: ``token_loss(logprob_B, rows)`` returns the loss terms (B,) of the tokens at
-        ``rows`` of the call (a
-            slice, or with ``sequence_rows`` an index tensor), already divided by the global
-            denominators. Elementwise:
-            term b depends on log-probability b only. Called once per block, on every rank of the
-            group.
+            ``rows`` of the call (a slice, or with ``sequence_rows`` an index tensor), already
+            divided by the global denominators. Elementwise: term b depends on log-probability b
+            only. Called once per block, on every rank of the group.
         recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole
-        logits in the
-            workspace would be too small for fast products. The result is the same.
+            logits in the workspace would be too small for fast products. The result is the same.
         grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The
-        forward pass needs
-            it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or
-            not a backward pass follows.
+            forward pass needs it where the gradient of the weight goes to ``weight_VH.main_grad``:
+            once, whether or not a backward pass follows.
         entropy_slope_T: what each token's entropy is multiplied by in the sum, constant; None: it
         is in no term.
 

@@ -65,9 +65,9 @@ class WeightGradient:
     Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels
     that add to it themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding
     ``grad`` a second time. Autograd then gets no gradient: the hook runs all the same, and a
-    parameter that is used a second time (tied embeddings, marked by
-    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. (Protocol:
-    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
+    parameter that is used a second time (tied embeddings, marked by ``zero_out_wgrad``) has that
+    gradient alone in ``grad``, which DDP adds. (Protocol: megatron.core.tensor_parallel.layers,
+    distributed.distributed_data_parallel.)
     """
 
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:

@@ -100,8 +100,7 @@ def one_pass_plan(
     tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, force: bool
 ) -> TilePlan | None:
     """The same for a head that keeps a block's tiles until their gradient; None if blocks get too
-    small, unless
-    ``force``d."""
+    small, unless ``force``d."""
     columns = max(1, min(rows, _ONE_PASS_COLUMNS.get(device_type, _ONE_PASS_COLUMNS["cuda"])))
     token = (
         rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part

@@ -184,7 +184,6 @@ class BuiltModel:
                 chunk.gather_parameters()
 
     # ---- weights out
-    # ----------------------------------------------------------------------------------------------
 
     def exporter(self, value: Value | None = None, most_streams: int = 1) -> HFExporter:
         return HFExporter(

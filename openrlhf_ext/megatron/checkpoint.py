@@ -94,7 +94,6 @@ class OptimizerRange:
 
 
 # ---- what a rank holds
-# ------------------------------------------------------------------------------------------
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
@@ -236,7 +235,6 @@ def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
 
 
 # ---- save
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -378,7 +376,6 @@ def _rank_file(rank: int) -> str:
 
 
 # ---- load
-# --------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
@@ -534,7 +531,6 @@ def _described(model: MegatronModel) -> dict[str, Any]:
 
 
 # ---- random states
-# --------------------------------------------------------------------------------------------------
 
 
 def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:

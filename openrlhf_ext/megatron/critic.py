@@ -3,8 +3,7 @@ any layout: a reward model's scores, and the critic: values of the states before
 token, and its train step.
 
 Every public method is a collective over all ranks of the model unless it says otherwise. Shape
-suffixes as in
-``policy``.
+suffixes as in ``policy``.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ class MegatronCritic(ValueDecoder):
         return options.value_clip
 
     # ---- training
-    # ----------------------------------------------------------------------------------------------
 
     def train_step(
         self, batch: SequenceBatch, targets: ValueTargets, more: bool = False
@@ -140,7 +138,6 @@ class MegatronCritic(ValueDecoder):
         return {"loss/value": 0.0} | metrics
 
     # ---- weights
-    # ----------------------------------------------------------------------------------------------
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a

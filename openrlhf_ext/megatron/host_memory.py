@@ -63,8 +63,7 @@ class ModelStates:
         converters: Sequence[LayerConverter] = (),
     ) -> None:
         """``device`` is where the states live; others (Adam's step counters) are left alone. What
-        layers of
-        ``converters`` keep goes with the parameters."""
+        layers of ``converters`` keep goes with the parameters."""
         self._models, self._optimizer, self._device = list(models), optimizer, device
         self._converters = converters
         self._away: dict[str, list[_Absent]] = {}

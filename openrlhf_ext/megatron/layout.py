@@ -143,7 +143,6 @@ class ParallelLayout:
         return places
 
     # ---- ranks
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def _stage_ranks(self) -> int:

@@ -136,7 +136,6 @@ class MegatronModel(BuiltModel):
             converter.start(self.chunks, self.compute_once)
 
     # ---- layer converters
-    # -------------------------------------------------------------------------------------------
 
     def converter_state(self) -> dict[str, Tensor]:
         return {
@@ -170,7 +169,6 @@ class MegatronModel(BuiltModel):
         self.schedule.take_count()  # no tokens of the run's
 
     # ---- training
-    # ----------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Clears gradients before the micro-batches of a step. Not a collective."""
@@ -198,11 +196,10 @@ class MegatronModel(BuiltModel):
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of a schedule; the schedule moves first, so that no update
         is lost to rate 0. Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states
-        wait in host memory, this rank's
-        ``update/stream_seconds``. ``more``: another train step follows. With
-        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until
-        then only a schedule may read them. Raises NonFiniteUpdateError: the gradient norm is not
-        finite; no parameter has moved.
+        wait in host memory, this rank's ``update/stream_seconds``. ``more``: another train step
+        follows. With ``megatron.overlap_param_gather`` its forward pass gathers the new parameters,
+        and until then only a schedule may read them. Raises NonFiniteUpdateError: the gradient norm
+        is not finite; no parameter has moved.
         """
         optimizer, scheduler = self._training_parts()
         assert self.settings.optimizer is not None, "there is a scheduler"
@@ -247,7 +244,6 @@ class MegatronPolicy(MegatronModel):
         set_random_states(drawn)
 
     # ---- forward
-    # ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def logprobs(
@@ -295,7 +291,6 @@ class MegatronPolicy(MegatronModel):
         }
 
     # ---- training
-    # ----------------------------------------------------------------------------------------------
 
     def train_step(
         self,
@@ -401,7 +396,6 @@ class MegatronPolicy(MegatronModel):
         return fused.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped), head
 
     # ---- weights
-    # ----------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy | None:
         """A checkpoint of this shape in host memory, with converters' state. Called before the

@@ -46,7 +46,6 @@ Arity = Literal["flag", "one", "pair", "many", "open"]
 
 
 # ---- what is wrong
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ def no_effect(name: str, value: Any, reason: str, remedy: str = "leave it out") 
 
 
 # ---- declaring
-# --------------------------------------------------------------------------------------------------
 
 
 class Section(BaseModel):
@@ -273,7 +271,6 @@ def required(value: T | None, name: str) -> T:
 
 
 # ---- options that do nothing
-# ----------------------------------------------------------------------------------------
 
 
 def idle_options(config: BaseModel) -> Iterator[str]:
@@ -332,7 +329,6 @@ def _unmet(config: BaseModel, condition: str) -> str:
 
 
 # ---- describing
-# --------------------------------------------------------------------------------------------------
 
 _BOUNDS = {
     annotated_types.Ge: ">=",
@@ -352,8 +348,7 @@ class Option:
         expects: its type, choices and bounds in words.
         default: None where it is made at run time or there is none.
         arity: words it takes: ``flag`` none or one, ``pair`` two, ``many`` one or more, ``open``
-        any value under any
-            sub-name.
+            any value under any sub-name.
         nullable: whether ``null`` is a value.
     """
 
@@ -497,7 +492,6 @@ def _bounds_in_words(metadata: Sequence[Any]) -> str:
 
 
 # ---- reading
-# --------------------------------------------------------------------------------------------------
 
 S = TypeVar("S", bound=BaseModel)
 

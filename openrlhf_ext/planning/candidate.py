@@ -60,8 +60,7 @@ class Candidate:
 
     Attributes:
         moments: the fullest GPU while engines sample and while the policy is trained, and while a
-        critic is; other
-            GPUs each time unless all are colocated.
+            critic is; other GPUs each time unless all are colocated.
         host: bytes of a node's memory, by part.
         share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
         concurrency: requests that an engine works on at a time; 0 if its cache does not hold the
@@ -199,7 +198,6 @@ class Costs:
             raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}")
 
     # ---- the run
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> ModelShape:
@@ -267,7 +265,6 @@ class Costs:
         )
 
     # ---- one layout
-    # ---------------------------------------------------------------------------------------------
 
     def timed(self) -> Seconds:
         """Of the layout as configured, whether or not it fits: for runs of others, which did."""

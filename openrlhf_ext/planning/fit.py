@@ -52,7 +52,6 @@ Goal = Literal["fits", "stands"]
 
 
 # ---- the GPU
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,6 @@ def _planner(config: RunConfig, device: Device) -> Planner:
 
 
 # ---- a layout that is left to us
-# ------------------------------------------------------------------------------------
 
 
 def choice(trained: TrainedConfig) -> dict[str, Any]:
@@ -235,7 +233,6 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 
 
 # ---- what cannot fit
-# ------------------------------------------------------------------------------------------------
 
 
 def findings(config: TrainedConfig) -> Findings:
@@ -477,7 +474,6 @@ def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
 
 
 # ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU
-# -----------------------------
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,6 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: Stat
 
 
 # ---- activations
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -316,9 +315,8 @@ class LayerActivations:
         keeps.
         shares_input: the norms keep their input itself, and no copy of it.
         mlp_kept: what recomputation keeps in the place of ``mlp``: the norm and its result, where
-        that is the input of
-            what is computed again; None: the norm is too, and its input is kept, as large as
-            ``input``.
+            that is the input of what is computed again; None: the norm is too, and its input is
+            kept, as large as ``input``.
     """
 
     input: int
@@ -429,7 +427,6 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
 
 
 # ---- moments of a run
-# -----------------------------------------------------------------------------------------------
 
 _CONTEXTS = "CUDA contexts and NCCL (estimate)"
 REWARD = "reward model"
@@ -640,7 +637,6 @@ class TrainedModel:
 
 
 # ---- on a GPU
-# --------------------------------------------------------------------------------------------------
 
 
 def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
@@ -727,7 +723,6 @@ def moments(
 
 
 # ---- elsewhere
-# --------------------------------------------------------------------------------------------------
 
 
 def host_memory(

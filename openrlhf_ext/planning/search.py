@@ -144,7 +144,6 @@ class Planner(Costs):
         )
 
     # ---- layouts
-    # ----------------------------------------------------------------------------------------------
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """All layouts of the run on so many GPUs that the rules allow; those that fit come first,
@@ -376,7 +375,6 @@ class Planner(Costs):
         return least <= self.clock.gpu.memory
 
     # ---- how long, how many GPUs, and what else
-    # ---------------------------------------------------------------------
 
     @property
     def to_host(self) -> Options:

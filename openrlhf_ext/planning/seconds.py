@@ -130,8 +130,8 @@ class Assumptions:
         two all-reduces.
         message_us: microseconds that a collective or a ring's step takes before any byte travels.
         traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each
-        token and hidden entry
-            beside its matrix products: norms, rotary embedding, activation, residual sums.
+            token and hidden entry beside its matrix products: norms, rotary embedding, activation,
+            residual sums.
         launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few
         its tokens are.
         tail: share of an engine's requests that are still decoding while the longest responses are
@@ -245,7 +245,6 @@ class Clock:
     on_host: bool = False
 
     # ---- rollout
-    # ----------------------------------------------------------------------------------------------
 
     def engines(self, config: RunConfig) -> Engines:
         """Those of a configuration: what weights and the rest leave of their share of a GPU is KV
@@ -362,7 +361,6 @@ class Clock:
         return flops / (gain * self.gpu.tflops * 1e12 * self.assumed.products)
 
     # ---- log-probs and training
-    # ---------------------------------------------------------------------------------
 
     def logprobs(self, model: TrainedModel) -> float:
         return model.work.scored_by * self._schedule(model, model.work.samples, forward_only=True)
@@ -531,7 +529,6 @@ class Clock:
         return gigabytes * 1e9 * self.assumed.network
 
     # ---- weights and states
-    # -------------------------------------------------------------------------------------
 
     def sync(self, policy: TrainedModel, engines: Engines) -> float:
         """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are

@@ -171,7 +171,6 @@ class TrainedActor(RankActor, Witness):
         return self._model.save_hf(path)
 
     # ---- resumable checkpoints
-    # --------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
         """Plain values; rank 0's are kept."""

@@ -162,7 +162,6 @@ class WeightPublisher:
         return found if dist.get_rank() == 0 else 0.0
 
     # ---- one update
-    # ----------------------------------------------------------------------------------------------
 
     def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
         settings = self._settings

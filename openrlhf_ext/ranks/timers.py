@@ -58,8 +58,8 @@ class RankReport:
         memory_bytes: peak since the process began: allocated device memory, or resident memory of
         the process on CPU.
         device_bytes: most that was in use on its GPU at the end of a phase, by all processes and
-        libraries (an engine
-            that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
+            libraries (an engine that shares it, NCCL's buffers, fragments, CUDA contexts); 0
+            without a GPU.
         moved: None if no optimizer step was made.
     """
 

@@ -138,7 +138,6 @@ def _set_aside(path: Path, keep: Callable[[Record], bool]) -> None:
 
 
 # ---- metrics.jsonl
-# --------------------------------------------------------------------------------------------------
 
 _NONFINITE = Kind("nan, inf or -inf", lambda value: value in ("nan", "inf", "-inf"))
 
@@ -246,7 +245,6 @@ def _plain_number(name: str, value: Any) -> int | float:
 
 
 # ---- events.jsonl
-# --------------------------------------------------------------------------------------------------
 
 EVENTS = {
     "start": "the command began: `options` (without secrets), those `set`, `versions`, `hardware`, "
@@ -338,7 +336,6 @@ class EventLog(Writer):
 
 
 # ---- samples.jsonl, in the form that explain reads
-# ------------------------------------------------------------------
 
 _PARTS_OF_A_RUN = 20
 _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no more take 50 MB

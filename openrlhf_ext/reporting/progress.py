@@ -118,7 +118,6 @@ def _write_line(line: str) -> None:
 
 
 # ---- the terminal
-# --------------------------------------------------------------------------------------------------
 
 _lost: list[str] = []
 
@@ -176,7 +175,6 @@ class TerminalHandler(logging.StreamHandler):
 
 
 # ---- what it is doing
-# -----------------------------------------------------------------------------------------------
 
 
 class RunStatus:
@@ -263,7 +261,6 @@ def duration(seconds: float) -> str:
 
 
 # ---- the figure
-# --------------------------------------------------------------------------------------------------
 
 Panel = tuple[str, str | None, str, str]
 """Name of the training metric, of the held-out one, title, unit."""

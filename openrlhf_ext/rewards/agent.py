@@ -68,11 +68,10 @@ class GradedAgentExecutor(GradedExecutor):
     reward.
 
     A reward that is not a finite number, and an agent that raises or spends more than ``timeout_s``
-    outside of
-    ``generate`` at a stretch, are failures, which get ``failures.failure_value``; where there is no
-    response, the last turn that was generated takes its place. An episode that fails before the
-    policy has written a word is tried again, ``_TRIES`` times in all, each of which counts; then
-    its response is empty, and the driver drops its group.
+    outside of ``generate`` at a stretch, are failures, which get ``failures.failure_value``; where
+    there is no response, the last turn that was generated takes its place. An episode that fails
+    before the policy has written a word is tried again, ``_TRIES`` times in all, each of which
+    counts; then its response is empty, and the driver drops its group.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:

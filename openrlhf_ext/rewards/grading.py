@@ -272,8 +272,7 @@ class RewardFailureLimit(RuntimeError):
 
 class FailurePolicy:
     """Reports each failure with its prompt and completion, counts it, and ends the run at one more
-    than
-    ``max_failures`` (None tolerates any number). The reward of a failed sample is
+    than ``max_failures`` (None tolerates any number). The reward of a failed sample is
     ``failure_value``, its score 0."""
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:

@@ -50,8 +50,7 @@ def reward_func(
     """Grade one completion, in OpenRLHF's convention: lists of length one.
 
     A label without ``####``, ``\\boxed{}`` or ``<answer>`` is taken as the answer itself; it may be
-    a number.
-    ``extra_logs["answered"]`` is 1 if the completion states an answer.
+    a number. ``extra_logs["answered"]`` is 1 if the completion states an answer.
     """
     stated = extract_answer(completions[0] if completions else queries[0].removeprefix(prompts[0]))
     label = label_text(labels[0])

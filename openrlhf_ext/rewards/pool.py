@@ -291,8 +291,8 @@ class RewardPool:
     The function is called as OpenRLHF calls it, with lists of length one, and with ``completions``
     if it takes them; one of TRL's with all completions of a prompt, whose deadline is that of one
     times their number. A worker that passes the deadline or dies is replaced; a sample that waits
-    for one longer than
-    ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
+    for one longer than ``queue_timeout_s`` fails. Usable from any thread and any event loop; a
+    context manager.
     """
 
     def __init__(

@@ -198,8 +198,7 @@ def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
 
     Raises:
         BadTests: the tests are no Python, have no assert, call no function of the answer, or call
-        one with what is no
-            plain value.
+            one with what is no plain value.
         SandboxMissing: this machine cannot confine the code.
     """
     tree = _tests(tests)

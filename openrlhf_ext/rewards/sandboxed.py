@@ -2,10 +2,10 @@
 nothing of ours.
 
 It takes its limits, imports what answers may use, and has the kernel refuse every system call that
-is not in
-``CALLS`` for the rest of its life: no file is opened, no process or thread started, no signal sent,
-no socket made. Then it runs the code that comes first on standard input, and answers calls of its
-functions, a line of JSON each way. Whatever the code does to this process, it can only answer
+is not in ``CALLS`` for the rest of its life: no file is opened, no process or thread started, no
+signal sent, no socket made. Then it runs the code that comes first on standard input, and answers
+calls of its functions, a line of JSON each way. Whatever the code does to this process, it can only
+answer
 wrongly: what a right answer is never comes here.
 """
 

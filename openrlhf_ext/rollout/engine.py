@@ -107,11 +107,9 @@ class RolloutEngine(compat.RolloutRayActor):
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and
-            after every update
-                (`rollout.quantized`); None: quantize nothing.
+                after every update (`rollout.quantized`); None: quantize nothing.
             adapter: rank and modules of those that updates bring, over the weights from the disk,
-            which stay
-                (`adapters`); None: updates bring all weights.
+                which stay (`adapters`); None: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
             routed_experts: completions bring the experts that routers took
             (`Response.experts_RLK`).
@@ -174,10 +172,9 @@ class RolloutEngine(compat.RolloutRayActor):
         multi_modal_data: Any = None,
     ) -> vllm.RequestOutput:
         """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each
-        completion has
-        ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine tells them
-        (`scheduler.unpack`). Raises GenerationTimeout; InvalidWeights: the weights are, or became
-        meanwhile, those of an incomplete update; EngineDied."""
+        completion has ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine
+        tells them (`scheduler.unpack`). Raises GenerationTimeout; InvalidWeights: the weights are,
+        or became meanwhile, those of an incomplete update; EngineDied."""
         from openrlhf_ext.rollout.scheduler import unpack
 
         self._require_valid_weights()

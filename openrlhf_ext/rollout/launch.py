@@ -267,8 +267,7 @@ def offline_engine_args(
     hf_overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on
-    CPU,
-    ``hf_overrides`` as of `create_rollout_engines`."""
+    CPU, ``hf_overrides`` as of `create_rollout_engines`."""
     use_gpu = gpu_share is not None
     engine_args = {
         "model": model_path,

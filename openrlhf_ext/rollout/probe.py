@@ -2,11 +2,10 @@
 every weight sync.
 
 The text is what the model says itself at the start of the run: random tokens are so unlikely
-(log-probs of -15 to
--20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave
-the text while it learns, so differences of unlikely tokens count in proportion to their log-prob.
-The engine's last value is computed from its prefix cache, so that keys and values of older weights
-show too (`RolloutEngine.probe_logprobs`).
+(log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in bf16. A
+policy may also leave the text while it learns, so differences of unlikely tokens count in
+proportion to their log-prob. The engine's last value is computed from its prefix cache, so that
+keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
 """
 
 from __future__ import annotations

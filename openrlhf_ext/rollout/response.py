@@ -158,16 +158,15 @@ class Response:
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.
         experts_RLK: uint8 or uint16 numbers of the experts that every layer's router took, in the
-        router's order, for
-            the first R tokens of ``tokens_S``, without a hole; those of a sampled token are of the
-            weights that sampled the next one, those of what was there before of the weights that
-            saw it first. None if the engine was not asked to tell. R is all tokens but the last of
-            the completion: no router has seen that one, nor what an environment wrote behind it. It
-            is less only where an agent changed what was sampled: not even the engine has seen what
-            comes after that.
+            router's order, for the first R tokens of ``tokens_S``, without a hole; those of a
+            sampled token are of the weights that sampled the next one, those of what was there
+            before of the weights that saw it first. None if the engine was not asked to tell. R is
+            all tokens but the last of the completion: no router has seen that one, nor what an
+            environment wrote behind it. It is less only where an agent changed what was sampled:
+            not even the engine has seen what comes after that.
         experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of
-        such arrays, and
-            which of them is this completion's. They are fetched where they are used.
+            such arrays, and which of them is this completion's. They are fetched where they are
+            used.
         receipt: what ``signed`` made of tokens and reward where the completion was graded; None: a
         reward model grades.
     """

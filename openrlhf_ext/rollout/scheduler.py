@@ -7,13 +7,12 @@ tells routed experts. Token ids still go out at every step: by them the engine c
 sampled which (`response.TokenVersions`).
 
 vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are
-bytes in the output's
-``routed_experts``, the one array for which vllm 0.32.0 has a place in a finished completion
-(v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32 log-probs, fp32 entropies
-where the engine tells them (`worker_extension`), and the experts that routers took where it tells
-those (`vllm_moe.telling_experts`), uint8 or uint16. vLLM itself puts these there at every step;
-rows that have left a step are those of its weights, whatever comes later, and a prompt's leave with
-its first sampled token.
+bytes in the output's ``routed_experts``, the one array for which vllm 0.32.0 has a place in a
+finished completion (v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32
+log-probs, fp32 entropies where the engine tells them (`worker_extension`), and the experts that
+routers took where it tells those (`vllm_moe.telling_experts`), uint8 or uint16. vLLM itself puts
+these there at every step; rows that have left a step are those of its weights, whatever comes
+later, and a prompt's leave with its first sampled token.
 """
 
 from __future__ import annotations

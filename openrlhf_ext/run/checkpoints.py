@@ -74,7 +74,6 @@ what one raised."""
 
 
 # ---- folders
-# --------------------------------------------------------------------------------------------------
 
 
 def checkpoint_store(config: TrainedConfig) -> CheckpointStore:
@@ -192,7 +191,6 @@ def _finish_interrupted(config: TrainedConfig, store: CheckpointStore) -> None:
 
 
 # ---- saving
-# --------------------------------------------------------------------------------------------------
 
 
 def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
@@ -258,9 +256,8 @@ class Checkpointer:
         record: Mapping[str, float] | None = None,
     ) -> None:
         """Saves if the step is due, or if the evaluation of its weights, if there was one, is among
-        the best so far;
-        ``state`` is called only then. ``record``: the step's own metrics, by which steps that are
-        due are compared."""
+        the best so far; ``state`` is called only then. ``record``: the step's own metrics, by which
+        steps that are due are compared."""
         self.finish(wait=False)
         is_due = self.ckpt.save_steps != -1 and step % self.ckpt.save_steps == 0
         best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})
@@ -415,7 +412,6 @@ class Checkpointer:
 
 
 # ---- options
-# --------------------------------------------------------------------------------------------------
 
 
 def plain_options(config: Configuration) -> dict[str, str]:
@@ -453,7 +449,6 @@ def report_other_code(before: Mapping[str, Any]) -> None:
 
 
 # ---- going on
-# --------------------------------------------------------------------------------------------------
 
 
 def resumption(config: TrainedConfig) -> str:
@@ -484,9 +479,8 @@ def restore(
     events: EventLog,
 ) -> Resumed | None:
     """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is
-    one. ``data`` as of
-    ``Checkpointer``. Raises CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or
-    no other is good), or does not fit."""
+    one. ``data`` as of ``Checkpointer``. Raises CheckpointError: it is damaged (and
+    ``ckpt.fallback_enable`` is off, or no other is good), or does not fit."""
     resumed = _restored(config, groups, data, timeout_s) if config.ckpt.load_enable else None
     events.repeat_from(0 if resumed is None else resumed.step)
     if resumed is not None:

@@ -13,11 +13,10 @@ _JUDGED_BY, _ENOUGH_STEPS, _MOST_ROLLBACKS = 20, 5, 3
 
 class StepJudge:
     """Accepts steps before the engines get their weights (``train.rollback_on``), or says ``why``
-    not; counts
-    ``rollbacks``. A step spikes if the norm of the policy's gradient before clipping, mean over its
-    updates, is above
-    ``train.spike_factor`` times the median of ``norms``: of the last 20 accepted steps that had a
-    gradient, if they are at least five. Checkpoints hold these."""
+    not; counts ``rollbacks``. A step spikes if the norm of the policy's gradient before clipping,
+    mean over its updates, is above ``train.spike_factor`` times the median of ``norms``: of the
+    last 20 accepted steps that had a gradient, if they are at least five. Checkpoints hold
+    these."""
 
     def __init__(self, config: RunConfig) -> None:
         self.norms: list[float] = []

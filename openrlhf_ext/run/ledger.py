@@ -2,10 +2,10 @@
 its check.
 
 ``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting":
-[16,
-17]}``: a prompt is its number in the order of drawing, over all episodes, with a digest of text and
-label. ``waiting`` are those drawn that no line has settled yet, so what is lost or used twice is
-found in the line where it happens. The first line, and one after each resume, says what the data
+[16, 17]}``: a prompt is its number in the order of drawing, over all episodes, with a digest of
+text and label. ``waiting`` are those drawn that no line has settled yet, so what is lost or used
+twice is found in the line where it happens. The first line, and one after each resume, says what
+the data
 is: ``episode`` is a hash of all its prompts in any order. The last line of a run that ends in order
 has ``end`` in the place of ``step``.
 """

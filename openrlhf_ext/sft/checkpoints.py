@@ -62,7 +62,6 @@ class Ranks(Witness):
         return answers
 
     # ---- what is called, as of ranks.actor.TrainedActor
-    # -------------------------------------------------------------
 
     def load_state(self, folder: str, name: str) -> None:
         load_checkpoint(self.policy, Path(folder) / name)

@@ -269,8 +269,7 @@ def _of_the_template() -> Iterator[None]:
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
     """Whether it is the assistant's, and not marked as context: ``"weight": 0``, as OpenAI has it,
-    or
-    ``"train": false``."""
+    or ``"train": false``."""
     return (
         message["role"] == "assistant"
         and message.get("weight") != 0

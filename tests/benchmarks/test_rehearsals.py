@@ -178,7 +178,6 @@ def commands(toys, monkeypatch) -> Commands:
 
 
 # ---- programs that measure in their own process
-# ---------------------------------------------------------------------
 
 
 def test_algorithms(call, results, monkeypatch):
@@ -316,7 +315,6 @@ def test_programs_with_a_policy_in_a_process_of_their_own(name, results, tmp_pat
 
 
 # ---- programs that read what others left
-# ----------------------------------------------------------------------------
 
 
 def test_quickstart(call, results, tmp_path):
@@ -355,7 +353,6 @@ def test_gpu(call, results, tmp_path):
 
 
 # ---- programs that start whole runs
-# ---------------------------------------------------------------------------------
 
 
 def test_streaming(call, results, commands):
@@ -544,7 +541,6 @@ def test_ledger(call, results, tmp_path, monkeypatch):
 
 
 # ---- end_to_end
-# --------------------------------------------------------------------------------------------------
 
 
 def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
@@ -681,7 +677,6 @@ def test_the_trl_side_needs_nothing_of_ours(toys, tmp_path):
 
 
 # ---- all of them
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

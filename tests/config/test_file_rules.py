@@ -428,7 +428,6 @@ def test_definitions_are_seen_without_running_the_file(tmp_path: Path):
 
 
 # ---- what is written
-# -------------------------------------------------------------------------------------------------
 
 
 def test_outputs_must_be_writable(run_dir: Path, problems):
@@ -564,7 +563,6 @@ def test_profiles_and_samples_that_cannot_be_taken(problems, words, said):
 
 
 # ---- checkpoints
-# --------------------------------------------------------------------------------------------------
 
 
 PARAMETERS = 1000 * 3

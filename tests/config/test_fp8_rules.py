@@ -31,7 +31,6 @@ def correction(config) -> dict | None:
 
 
 # ---- the recipe
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,6 @@ def test_a_recipe_is_what_the_options_say(load):
 
 
 # ---- refused
-# --------------------------------------------------------------------------------------------------
 
 
 def test_fp32_parameters_are_emulated_only(problems):
@@ -179,7 +177,6 @@ def test_options_of_another_recipe_are_refused(problems, leaf, value, recipe):
 
 
 # ---- warned about
-# --------------------------------------------------------------------------------------------------
 
 
 def test_options_without_fp8_have_no_effect(load):
@@ -239,7 +236,6 @@ def test_two_quantizers_that_differ_are_told(load):
 
 
 # ---- importance correction
-# -------------------------------------------------------------------------------------------
 
 
 def test_runs_that_should_be_equal_are_told_of_the_batch(load):
@@ -287,7 +283,6 @@ def test_the_correction_is_shown_and_loads_back(load, run_dir, words):
 
 
 # ---- the dry run
-# --------------------------------------------------------------------------------------------------
 
 
 def test_the_placement_says_what_is_fp8(load):

@@ -239,7 +239,6 @@ def test_an_engine_may_replicate_key_value_heads_but_not_split_them_unevenly(sha
 
 
 # ---- the guide
-# --------------------------------------------------------------------------------------------------
 
 
 MIXED = ("--algo.advantage.estimator", "mixed_policy_dapo")
@@ -410,7 +409,6 @@ def test_the_placement_and_the_printed_configuration(load: Callable[..., Any], t
 
 
 # ---- a reward model
-# --------------------------------------------------------------------------------------------------
 
 
 REWARD = (

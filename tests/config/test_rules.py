@@ -570,7 +570,6 @@ def test_the_critics_schedule_is_looked_at_too(load):
 
 
 # ---- colocated and streaming training
-# --------------------------------------------------------------------------------
 
 
 COLOCATED = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")
@@ -787,7 +786,6 @@ def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
 
 
 # ---- critic, reference and KL penalty
-# --------------------------------------------------------------------------------
 
 
 GAE = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")

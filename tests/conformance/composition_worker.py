@@ -193,7 +193,6 @@ def routers_watched() -> Iterator[tuple[list[str], list[bool]]]:
 
 
 # ---- faults, each as a finding has it
-# -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -151,7 +151,6 @@ def test_a_name_that_is_close_to_one_says_so(capsys):
 
 
 # ---- what an option becomes
-# ------------------------------------------------------------------------------------------
 
 
 def translated(capsys: Any, *words: str) -> tuple[dict[str, Any], str]:
@@ -373,7 +372,6 @@ def test_what_means_something_else_has_a_line(words, line, capsys):
 
 
 # ---- published scripts
-# -----------------------------------------------------------------------------------------------
 
 # examples/grpo_trainer/run_qwen3-8b.sh, examples/ppo_trainer/run_deepseek7b_llm.sh and
 # examples/gmpo_trainer/ test_dapo_7b_math.sh of verl b178a3cd5: their options, in the shell's forms

@@ -143,7 +143,6 @@ def of_each_batch(test: Callable[..., None]) -> Callable[..., None]:
 
 
 # ---- advantages
-# --------------------------------------------------------------------------------------------------
 
 
 def bessel(batch: Batch) -> float:
@@ -220,7 +219,6 @@ def test_gae(verl, batch, gamma, lambd):
 
 
 # ---- losses
-# --------------------------------------------------------------------------------------------------
 
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "token-mean": {},
@@ -387,7 +385,6 @@ def test_value_loss(verl, batch):
 
 
 # ---- KL and rollout correction
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

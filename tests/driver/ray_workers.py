@@ -3,8 +3,8 @@ without GPUs.
 
 vLLM's engine is a process that the engine's actor spawns. It joins Ray as a driver of its own, with
 the runtime environment of the actor that spawned it, and starts an actor for each worker with a
-copy of that environment (vllm
-0.32.0 engine/arg_utils.py:2319, v1/executor/ray_utils.py:570, v1/executor/ray_executor_v2.py:261).
+copy of that environment (vllm 0.32.0 engine/arg_utils.py:2319, v1/executor/ray_utils.py:570,
+v1/executor/ray_executor_v2.py:261).
 """
 
 from __future__ import annotations

@@ -348,7 +348,6 @@ def test_which_errors_are_an_engines_fault() -> None:
 
 
 # ---- fewer engines, and more again
-# -------------------------------------------------------------------------------
 
 
 class Elastic:
@@ -487,7 +486,6 @@ def test_below_the_fewest_engines_are_waited_for_and_restarts_are_counted(tmp_pa
 
 
 # ---- who sleeps when
-# ----------------------------------------------------------------------------------------------
 
 
 class FakeGroup:

@@ -124,7 +124,6 @@ def test_what_is_half_there_when_the_run_is_cut_is_asked_for_again_whole() -> No
 
 
 # ---- with Ray
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

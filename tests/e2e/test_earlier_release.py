@@ -2,9 +2,9 @@
 a promise to users.
 
 ``run_0_1.tar.xz`` is a run of the commit before the package was laid out by process: three steps on
-two data-parallel ranks (``tests.e2e.jobs.Task.options`` with
-``--algo.kl.init_coef 0.01 --train.full_determinism_enable``, a model of one layer with hidden size
-32), its policy and reward, the checkpoint of step 2, and the records of all three steps.
+two data-parallel ranks (``tests.e2e.jobs.Task.options`` with ``--algo.kl.init_coef 0.01
+--train.full_determinism_enable``, a model of one layer with hidden size 32), its policy and reward,
+the checkpoint of step 2, and the records of all three steps.
 """
 
 from __future__ import annotations

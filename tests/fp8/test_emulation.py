@@ -70,7 +70,6 @@ def exact_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 # ---- the products
-# --------------------------------------------------------------------------------------------------
 
 
 def test_errors_of_the_recipes():
@@ -217,7 +216,6 @@ def test_tokens_of_a_pack_meet_under_current_scaling_only():
 
 
 # ---- why the quantizer must be the rollout's
-# ------------------------------------------------------------------------
 
 
 def rms_norm(z: Tensor) -> Tensor:
@@ -256,7 +254,6 @@ def test_only_the_same_quantizer_lowers_the_mismatch():
 
 
 # ---- delayed scaling
-# ------------------------------------------------------------------------------------------------
 
 
 def run(

@@ -35,7 +35,6 @@ def bits(codes: Tensor) -> Tensor:
 
 
 # ---- scales and saturation
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,6 @@ def test_an_ulp_of_a_blocks_scale_moves_a_product_as_far_as_two_libraries_may_di
 
 
 # ---- every grid, against a restatement
-# ------------------------------------------------------------------------------
 
 
 def nearest(x: float, dtype: torch.dtype) -> float:
@@ -289,7 +287,6 @@ def test_one_blocks_outlier_leaves_the_others_alone():
 
 
 # ---- vLLM's
-# --------------------------------------------------------------------------------------------------
 
 # They multiply by 1 / (amax / 448) or divide by amax / 448, we multiply by 448 / amax: what stands
 # between two codes may go either way. bf16 entries often do, as amax has only 8 bits; of fp32 ones,

@@ -106,7 +106,6 @@ class BundleError(RuntimeError):
 
 
 # ---- checking
-# --------------------------------------------------------------------------------------------------
 
 
 def verify(bundle: Path) -> dict[str, Any]:
@@ -196,7 +195,6 @@ def _digest(path: Path) -> str | None:
 
 
 # ---- making
-# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,10 +12,9 @@ class Check:
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
         call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a
-        second decides;
-            1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about
-            FP8, 5 and 6 are whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real
-            sizes.
+            second decides; 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is
+            about size, 4 about FP8, 5 and 6 are whole runs with vLLM and Ray: 5 the ways of a run,
+            6 failures and real sizes.
         seconds: limit on a GPU, and on a CPU.
         needs: packages without which it is skipped: the bundle brings them to a machine that lacks
         them.
@@ -40,7 +39,6 @@ RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
 CHECKS = (
     # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take
-    # ---------------------------
     Check("tests.gpu.transport:checksums", 0, 30),  # every sync is proved by this sum: 10 s
     Check("tests.gpu.head:against_fp64", 0, 60, ("pydantic",)),  # 25 s
     Check("tests.gpu.transport:ipc", 0, 60),  # frames, versions, a dead engine: 25 s
@@ -53,7 +51,6 @@ CHECKS = (
     Check("tests.gpu.engine_alone:graphs", 0, 180, ENGINE),  # compile and capture: 90 s
     Check("tests.gpu.flight:adapters", 0, 160, RUN),  # if time is left: 80 s
     # ---- call 1: nothing is built
-    # -----------------------------------------------------------------------------------
     Check("tests.gpu.products:products", 1, 60),
     Check("tests.gpu.transport:collective", 1, 60),
     Check("tests.gpu.head:against_fp64", 1, 90, ("pydantic",)),
@@ -72,7 +69,6 @@ CHECKS = (
     Check("tests.gpu.head:sanitizer", 1, 120, ("triton", "pydantic")),
     Check("tests.gpu.head:benchmark", 1, 240, ("triton", "pydantic")),
     # ---- call 2: TransformerEngine
-    # ----------------------------------------------------------------------------------
     # the others find what it leaves in the bundle
     Check("tests.gpu.te_build:build", 2, 420, always=True),
     Check("tests.gpu.layers:adapters", 2, 90, POLICY),
@@ -87,7 +83,6 @@ CHECKS = (
     Check("tests.gpu.layers:rope", 2, 60, POLICY),
     Check("tests.gpu.layers:shapes", 2, 150, POLICY),
     # ---- call 3: size
-    # ----------------------------------------------------------------------------------------------
     # seconds, where call 2's wheel was brought along
     Check("tests.gpu.te_build:build", 3, 420, always=True),
     Check("tests.gpu.size:profiles", 3, 120, POLICY),
@@ -96,11 +91,9 @@ CHECKS = (
     Check("tests.gpu.size:host_memory", 3, 120, POLICY),
     Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
     # ---- call 4: FP8
-    # ----------------------------------------------------------------------------------------------
     # it goes on where the last call ended
     Check("tests.gpu.study:fp8", 4, 1200, POLICY, always=True),
     # ---- call 5: the first flight
-    # -----------------------------------------------------------------------------------
     # before any Ray: each of its lines is one fact
     Check("tests.gpu.engine_alone:first", 5, 180, ENGINE),
     Check("tests.gpu.flight:base", 5, 270, RUN),

@@ -103,7 +103,6 @@ def _be_batch_invariant() -> None:
 
 
 # ---- the policy
-# --------------------------------------------------------------------------------------------------
 
 
 def _policy(model: Path, texts: list[list[int]]) -> tuple[Tensor, States]:
@@ -182,7 +181,6 @@ def _recorded(modules: Modules) -> Iterator[States]:
 
 
 # ---- the engine
-# --------------------------------------------------------------------------------------------------
 
 
 def _engine(machine: Machine, model: Path, file: Path) -> dict[str, Any]:

@@ -46,8 +46,7 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
 
     Args:
         keep: architectures whose machine code stays, e.g. {90}. A container without any is left
-        whole, so that nothing
-            loses its only code.
+            whole, so that nothing loses its only code.
         strict: nothing of such a container stays, PTX neither: a launch of its kernels finds no
         image.
 

@@ -35,7 +35,6 @@ _SYNC_S = 0.5
 
 
 # ---- call 5
-# --------------------------------------------------------------------------------------------------
 
 
 def base(machine: Machine) -> dict:
@@ -116,7 +115,6 @@ def fp8(machine: Machine) -> dict:
 
 
 # ---- call 6: failures and repetition
-# --------------------------------------------------------------------------------
 
 
 def killed_generating(machine: Machine) -> dict:
@@ -202,7 +200,6 @@ batch-invariant."""
 
 
 # ---- call 6: real sizes
-# ---------------------------------------------------------------------------------------------
 
 
 def real_model(machine: Machine) -> dict:

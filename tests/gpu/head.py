@@ -157,7 +157,6 @@ def _loss(problem: _Problem) -> TokenLoss:
 
 
 # ---- the Triton kernels alone
-# ---------------------------------------------------------------------------------------
 
 
 def kernels_beyond_int32(machine: Machine) -> dict[str, Any]:
@@ -241,7 +240,6 @@ def _tiny_call() -> None:
 
 
 # ---- speed
-# --------------------------------------------------------------------------------------------------
 
 
 def benchmark(machine: Machine) -> dict[str, Any]:

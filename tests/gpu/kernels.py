@@ -48,8 +48,7 @@ def profiled(machine: Machine, work: Callable[[], object]) -> dict[str, Any]:
     Returns:
         ``seconds``: of the device (on a CPU of torch's operations themselves), all kernels
         together; ``groups``: the same by kind of kernel; ``top``: the longest kernels with their
-        seconds and calls; ``attention``: see
-        ``attention_backend``.
+        seconds and calls; ``attention``: see ``attention_backend``.
 
     Raises:
         AssertionError: the profiler saw nothing.

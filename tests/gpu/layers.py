@@ -336,7 +336,6 @@ def rope(machine: Machine) -> dict:
 
 
 # ---- policies
-# --------------------------------------------------------------------------------------------------
 
 
 def _model(machine: Machine, policies: ModuleType, head_dim: int) -> Any:
@@ -384,7 +383,6 @@ def _outcome(
 
 
 # ---- offload
-# --------------------------------------------------------------------------------------------------
 
 
 def _offload(policies: ModuleType, policy: Any, batch: Any, loss: Any) -> dict:
@@ -436,7 +434,6 @@ def _bytes(policy: Any) -> dict[str, Tensor]:
 
 
 # ---- Adam
-# --------------------------------------------------------------------------------------------------
 
 
 def _adam_steps(policies: ModuleType, policy: Any, settings: Any) -> dict:
@@ -487,7 +484,6 @@ def adam(
 
 
 # ---- shapes
-# --------------------------------------------------------------------------------------------------
 
 
 def _pack(policies: ModuleType, model: Any, number: int, most: int) -> Any:

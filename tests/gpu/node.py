@@ -50,8 +50,7 @@ class Node:
 
     Attributes:
         gpus: a power of two, at most 8; on a CPU 2, which are processes. On one GPU policy and
-        engine take turns, and
-            what needs two is skipped.
+            engine take turns, and what needs two is skipped.
         model: Hugging Face checkpoint for ``convert --check``; None for the tiny one.
     """
 
@@ -71,7 +70,6 @@ class Node:
 
 
 # ---- steps: each returns what it measured, raises NotHere, or fails by raising
-# --------------------------------------
 
 
 def doctor(node: Node) -> dict:
@@ -233,7 +231,6 @@ STEPS: dict[str, tuple[Callable[[Node], dict], float]] = {
 
 
 # ---- jobs
-# --------------------------------------------------------------------------------------------------
 
 
 def _task(node: Node) -> Any:
@@ -323,7 +320,6 @@ def _command(command: Sequence[str]) -> str:
 
 
 # ---- running the steps
-# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -403,7 +399,6 @@ def _in_this_process(node: Node, name: str) -> int:
 
 
 # ---- the page
-# --------------------------------------------------------------------------------------------------
 
 
 def page(node: Node, results: Sequence[Result]) -> str:
@@ -462,7 +457,6 @@ def _said(command: Sequence[str]) -> str:
 
 
 # ---- command line
-# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

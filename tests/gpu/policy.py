@@ -89,7 +89,6 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 # ---- three optimizer steps
-# ------------------------------------------------------------------------------------------
 
 
 def three_steps(machine: Machine) -> dict[str, Any]:

@@ -84,7 +84,6 @@ class Plan:
 
 
 # ---- one check, in its own process
-# ----------------------------------------------------------------------------------
 
 
 def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> NoReturn:
@@ -244,7 +243,6 @@ def _late(limit: float, allowed: float) -> dict[str, Any]:
 
 
 # ---- the whole run
-# --------------------------------------------------------------------------------------------------
 
 
 def chosen(plan: Plan) -> list[Check]:
@@ -384,7 +382,6 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 
 # ---- where and of what
-# ----------------------------------------------------------------------------------------------
 
 
 def hardware() -> dict[str, Any]:
@@ -463,7 +460,6 @@ def commit() -> dict[str, Any]:
 
 
 # ---- command line
-# --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -179,9 +179,8 @@ class Runs:
 
         Raises:
             AssertionError: it ended with another status than 0, did not say what it should, or its
-            metrics are not
-                those of so many updates that moved the weights, with policy and engine in
-                agreement; with the end of its output.
+                metrics are not those of so many updates that moved the weights, with policy and
+                engine in agreement; with the end of its output.
         """
         given = self.given(name, {key.replace("__", "."): value for key, value in more.items()})
         words = [word for option, value in given.items() for word in (f"--{option}", str(value))]

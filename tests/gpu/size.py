@@ -4,8 +4,8 @@ MFU.
 The model is what a rank with TP8 PP2 holds of Qwen2.5-32B, with both ends: embedding and vocabulary
 projection, of which a real rank has one. Megatron is told of a model of these sizes without
 parallelism, so nothing is communicated, and norms and residuals see all tokens of a pack, of which
-a rank with sequence parallelism has an eighth: their time in
-``profiles`` is up to eight times that of such a rank, and only that of one without.
+a rank with sequence parallelism has an eighth: their time in ``profiles`` is up to eight times that
+of such a rank, and only that of one without.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def memory_and_mfu(machine: Machine) -> dict:
 
     Raises:
         AssertionError: the states are not what was predicted, everything recomputed does not fit or
-        takes no less than
-            nothing recomputed, or log-probs are not finite.
+            takes no less than nothing recomputed, or log-probs are not finite.
     """
     ready(machine)
     deadline = time.monotonic() + machine.seconds
@@ -344,7 +343,6 @@ def _with_tokens(settings: Any, tokens: int) -> Any:
 
 
 # ---- one cell
-# --------------------------------------------------------------------------------------------------
 
 
 def _cell(machine: Machine, policies: ModuleType, policy: Any, tokens: int) -> dict:
@@ -417,7 +415,6 @@ def _require_finite(logprobs_N: torch.Tensor) -> None:
 
 
 # ---- what was predicted
-# ---------------------------------------------------------------------------------------------
 
 
 def _predicted_bytes(machine: Machine) -> dict[str, int]:

@@ -2,9 +2,8 @@
 installs it.
 
 Call 2. What the other checks import is in ``<bundle>/te`` (``use``). What took minutes to build is
-in
-``<bundle>/built``: the wheel, and ``built.json`` which says for what. Bring that folder back, put
-it into the bundle of the next call, and nothing is built there.
+in ``<bundle>/built``: the wheel, and ``built.json`` which says for what. Bring that folder back,
+put it into the bundle of the next call, and nothing is built there.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ def nvcc() -> str | None:
 
 
 # ---- the wheel
-# --------------------------------------------------------------------------------------------------
 
 
 def built_wheel(bundle: Path) -> Path | None:
@@ -202,7 +200,6 @@ def install(bundle: Path, wheel: Path) -> None:
 
 
 # ---- commands
-# --------------------------------------------------------------------------------------------------
 
 
 def _run(

@@ -95,7 +95,6 @@ def test_torch_must_be_a_cuda_build():
 
 
 # ---- the library
-# --------------------------------------------------------------------------------------------------
 
 CUBIN, PTX = 2, 1
 
@@ -202,7 +201,6 @@ def test_a_library_without_the_architecture_or_without_gpu_code_is_refused(tmp_p
 
 
 # ---- installing what was built
-# --------------------------------------------------------------------------------------
 
 
 def wheel(path: Path, name: str, text: str) -> Path:

@@ -275,7 +275,6 @@ def test_a_command_of_the_kit_ends_where_a_bundle_cannot_be_used(tmp_path):
 
 
 # ---- what is in it
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_package_is_in_the_lock_and_none_is_there_twice():

@@ -132,7 +132,6 @@ def test_vllms_python_is_imported_with_stand_ins_by_this_python_too(unpacked, tm
 
 
 # ---- with the machine's torch, without a GPU
-# ------------------------------------------------------------------------
 
 _EXTENSIONS = """
 import json, sys, torch

@@ -68,7 +68,6 @@ def _ipc_name() -> str:
 
 
 # ---- CUDA IPC
-# --------------------------------------------------------------------------------------------------
 
 
 def ipc(machine: Machine) -> dict[str, Any]:
@@ -109,8 +108,7 @@ def _speed(engines: list[Any], machine: Machine, sums: bool = True) -> float:
 
     Args:
         sums: the sender sums up what it sends, every engine what it holds, and the sender compares;
-        otherwise nobody
-            does, which no run can ask for.
+            otherwise nobody does, which no run can ask for.
     """
     rows, count = (4096, 64) if machine.on_gpu else (256, 8)  # 4096 x 8192 bf16 is 64 MiB
     for engine in engines:
@@ -243,7 +241,6 @@ def _send(behavior: str) -> None:
 
 
 # ---- process groups
-# -------------------------------------------------------------------------------------------------
 
 
 def collective(machine: Machine) -> dict[str, Any]:
@@ -319,7 +316,6 @@ def pair(name: str) -> dict[str, Any]:
 
 
 # ---- checksums
-# --------------------------------------------------------------------------------------------------
 
 
 def checksums(machine: Machine) -> dict[str, Any]:

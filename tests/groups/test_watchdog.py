@@ -88,7 +88,6 @@ def test_the_waiting_ranks_name_the_one_they_wait_for(
 
 
 # ---- ranks as threads
-# -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -177,7 +177,6 @@ def chosen(case: dict, problem: dict[str, Truth]) -> dict[str, Truth]:
 
 
 # ---- what the ranks run
-# -----------------------------------------------------------------------------------------
 
 
 def run_layouts(

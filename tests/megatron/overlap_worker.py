@@ -22,8 +22,7 @@ def run_cases(
 
     Raises:
         AssertionError: two coalesced all-gathers could have been in flight, which corrupts the heap
-        once in hundreds of
-            times (patches/megatron_cpu.py); made here to be seen every time.
+            once in hundreds of times (patches/megatron_cpu.py); made here to be seen every time.
     """
     dist.ProcessGroup.all_gather_single_coalesced = _must_not_be_called
     host_optimizer._BLOCK = 777

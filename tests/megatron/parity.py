@@ -68,12 +68,11 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
 
     Keys: model; tp, pp, vp, cp, sp, ep, etp; ends (layers of the first and last stage, None: as
     many as the others); dtype, temperature, recompute (fields of ``Megatron``), head,
-    distributed_optimizer, overlap (fields of
-    ``Megatron``);
-    micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel
-    rank gets all sequences, see ``deal``); piece_unit (of packs); record (experts of the forward
-    pass, for training); aux (weight of the loss that balances experts); max_len (tokens of the
-    longest sequence); on_host (Adam's states).
+    distributed_optimizer, overlap (fields of ``Megatron``); micro_batch_size or max_tokens (of
+    training), forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see
+    ``deal``); piece_unit (of packs); record (experts of the forward pass, for training); aux
+    (weight of the loss that balances experts); max_len (tokens of the longest sequence); on_host
+    (Adam's states).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(

@@ -122,7 +122,6 @@ def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Ten
 
 
 # ---- the map
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -211,7 +210,6 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
 
 
 # ---- who gives what, and vLLM's own sender over it
-# ----------------------------------------------------------------
 
 
 UNEVEN = {**layout(tp=2, pp=2), "decoder_last_pipeline_num_layers": 1}
@@ -259,7 +257,6 @@ def test_vllms_own_sender_takes_the_exporter_as_its_source(models):
 
 
 # ---- refusals: each names what is wrong
-# -----------------------------------------------------------------------------
 
 
 def test_parameters_without_a_rule_and_rules_without_a_parameter_are_listed(models):
@@ -342,7 +339,6 @@ def test_very_many_names_are_counted():
 
 
 # ---- files
-# --------------------------------------------------------------------------------------------------
 
 
 def test_sharded_files_are_written_and_read(models, tmp_path):
@@ -430,7 +426,6 @@ def test_never_more_than_one_bucket_above_the_own_shard(tmp_path):
 
 
 # ---- config.json
-# --------------------------------------------------------------------------------------------------
 
 
 def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):

@@ -1,6 +1,5 @@
 """`clip_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning
-Language Models", arXiv
-2505.22617.
+Language Models", arXiv 2505.22617.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = candidates.
 """

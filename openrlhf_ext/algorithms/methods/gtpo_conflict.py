@@ -2,8 +2,7 @@
 the negative one.
 
 M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy
-Control", arXiv
-2508.03772.
+Control", arXiv 2508.03772.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
 """

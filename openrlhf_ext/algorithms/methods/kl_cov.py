@@ -1,6 +1,5 @@
 """`kl_cov`: G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language
-Models", arXiv
-2505.22617.
+Models", arXiv 2505.22617.
 
 Shape suffixes: N = tokens of all completions.
 """

@@ -311,7 +311,6 @@ def adapted(linear: ModuleSpec | type) -> ModuleSpec | type:
 
 
 # ---- a whole model
-# --------------------------------------------------------------------------------------------------
 
 
 def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> Tensor:
@@ -334,8 +333,8 @@ def add_adapters(
     path: str | None,
 ) -> None:
     """Freezes chunks whose weights are loaded and gives their targeted linears adapters: those of
-    the peft checkpoint
-    ``path``, or new ones. Raises WeightMapError, InputError: ``path`` has others."""
+    the peft checkpoint ``path``, or new ones. Raises WeightMapError, InputError: ``path`` has
+    others."""
     shape = adapter_shape(base, adapter)
     if adapter.dropout:
         _seed_streams(seed)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LoRALayers(LayerConverter):
     """The base's weights are frozen, what is trained are adapters of its linear layers. New ones
-    are drawn with the
-    ``seed``, if there is no ``path`` of a peft adapter to start from."""
+    are drawn with the ``seed``, if there is no ``path`` of a peft adapter to start from."""
 
     adapter: Adapter
     seed: int = 0

@@ -210,7 +210,6 @@ class RoutedLayer(TransformerLayer):
 
 
 # ---- experts in plain torch
-# -----------------------------------------------------------------------------------------
 
 
 class GroupedLinear(torch.nn.Module):
@@ -305,7 +304,6 @@ def with_transformer_engine_mixture(layer: ModuleSpec) -> ModuleSpec:
 
 
 # ---- experts that were taken
-# ----------------------------------------------------------------------------------------
 
 
 class TakenExperts:
@@ -342,7 +340,6 @@ class TakenExperts:
 
 
 # ---- metrics
-# --------------------------------------------------------------------------------------------------
 
 
 def take_routing(chunks: Iterable[Any], layers: int, experts: int, device: torch.device) -> Tensor:
@@ -362,10 +359,9 @@ def routing_metrics(sums: Sequence[float], experts: int, aux_loss_coef: float) -
 
     ``moe/load_max``: tokens of the fullest expert over those of the mean expert;
     ``moe/idle_experts``: experts of a layer without a token; ``moe/router_entropy``: entropy of a
-    router's distribution in nats; where experts were given
-    ``moe/replay_changed``: share of those tokens for which the router would have chosen others;
-    where it has a weight
-    ``loss/balance`` (``balance_loss``). Tokens are those of whole sequences, prompts included.
+    router's distribution in nats; where experts were given ``moe/replay_changed``: share of those
+    tokens for which the router would have chosen others; where it has a weight ``loss/balance``
+    (``balance_loss``). Tokens are those of whole sequences, prompts included.
     """
     table_YS = torch.tensor(sums, dtype=torch.float64).view(-1, experts + len(_SUMS))
     counts_YE = table_YS[:, :experts]

@@ -120,12 +120,10 @@ class Family:
     ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its
     name;
     ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent,
-    null, false or empty
-    -> why, or what to do; ``required``: those that have to be absent or true -> why; ``factors``:
-    fields of
-    ``ModelShape`` -> the positive numbers that they are read from. ``window_switch``:
-    ``sliding_window`` holds only where ``use_sliding_window`` is true; ``skips_rope``: layers whose
-    entry in ``no_rope_layers`` is 0 have no rotary embedding, or every
+    null, false or empty -> why, or what to do; ``required``: those that have to be absent or true
+    -> why; ``factors``: fields of ``ModelShape`` -> the positive numbers that they are read from.
+    ``window_switch``: ``sliding_window`` holds only where ``use_sliding_window`` is true;
+    ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary embedding, or every
     ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
     ``rotates_part``: ``partial_rotary_factor`` may be below 1.
     """
@@ -161,7 +159,6 @@ class Family:
         return {**_ATTENTION, **self.mlp.parameters}
 
     # ---- names
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def qkv_bias(self) -> bool:
@@ -198,7 +195,6 @@ class Family:
         return Rule("output_layer.weight", (self.output,), "vocab", ("vocab",), "hidden")
 
     # ---- config.json
-    # ----------------------------------------------------------------------------------------------
 
     def usual(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of ``config.json`` under their usual names, with those that were left out."""

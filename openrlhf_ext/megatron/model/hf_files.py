@@ -107,7 +107,6 @@ class HFCheckpoint:
 
 
 # ---- writing a checkpoint directory
-# -----------------------------------------------------------------------------
 
 _CONFIGS = ("config.json", CONFIG)
 _SETTINGS = "tokenizer_config.json"
@@ -496,7 +495,6 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
 
 
 # ---- what ends a completion
-# -----------------------------------------------------------------------------------------
 
 
 def saved_generation_config(folder: Path) -> GenerationConfig | None:

@@ -313,7 +313,6 @@ class HFExporter:
                 yield part.name, whole
 
     # ---- everybody writes
-    # -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
@@ -373,7 +372,6 @@ class HFExporter:
         return f"{found.item() % (1 << 64):016x}"
 
     # ---- one message per rank
-    # ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
@@ -434,7 +432,6 @@ class HFExporter:
             start = end
 
     # ---- all rows, one after the other
-    # ------------------------------------------------------------------------------
 
     def rows(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[HFRows]:
         """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on

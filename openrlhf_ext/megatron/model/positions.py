@@ -190,8 +190,7 @@ def rotary(settings: Settings, head_dim: int, longest: int | None) -> tuple[Tens
     """fp32 (rotated dimensions / 2,) frequencies, on the CPU, and what cosines and sines are
     multiplied by.
     ``longest``: tokens of the longest sequence of the run, by which longrope chooses its factors,
-    as vLLM does by
-    ``max_model_len``; transformers looks at each batch."""
+    as vLLM does by ``max_model_len``; transformers looks at each batch."""
     import torch
 
     if settings["rope_type"] == "default":

@@ -35,7 +35,6 @@ def value_head_rule(shape: ModelShape) -> Rule:
 
 
 # ---- adapters
-# --------------------------------------------------------------------------------------------------
 
 
 def adapter_shape(base: ModelShape, adapter: Adapter) -> ModelShape:
@@ -153,8 +152,7 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
 
 class Cut(NamedTuple):
     """How many ranks share a parameter: ``tensor`` ranks, or ``expert_tensor`` one of an expert;
-    experts are dealt into
-    ``expert_shares``."""
+    experts are dealt into ``expert_shares``."""
 
     tensor: int
     expert_shares: int
@@ -196,7 +194,6 @@ def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
 
 
 # ---- shapes and places
-# --------------------------------------------------------------------------------------------
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -319,7 +316,6 @@ def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
 
 
 # ---- one tensor, both directions
-# ----------------------------------------------------------------------------------
 
 
 def fill_shard(

@@ -425,8 +425,8 @@ class Schedule:
     ) -> list[Tensor]:
         """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its
         replica; ``values`` gives the ``count`` values of those that a rank predicts, from the pack
-        and what ``response_states`` gives.
-        ``routed`` gets the batch with the experts that a mixture's routers took."""
+        and what ``response_states`` gives. ``routed`` gets the batch with the experts that a
+        mixture's routers took."""
         plan = self.plan(batch, forward_only=True)
         kept = TokenValues(batch, plan, count, self.device)
         taken = (

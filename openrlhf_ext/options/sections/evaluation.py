@@ -88,8 +88,7 @@ _KINDS: dict[str, Any] = {
 @dataclass(frozen=True)
 class HeldOutSet:
     """One set of held-out prompts and how it is sampled; ``name`` is empty where the only set has
-    none, None in
-    ``max_new_tokens`` and ``remote_url`` is what rollouts have."""
+    none, None in ``max_new_tokens`` and ``remote_url`` is what rollouts have."""
 
     name: str
     paths: str

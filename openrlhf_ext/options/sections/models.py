@@ -23,7 +23,6 @@ from openrlhf_ext.options import (
 )
 
 # ---- FP8 in the policy's linear layers and in the engines'
-# ----------------------------------------------------------
 
 _BF16_LAYERS = ("layers_in_bf16_start", "layers_in_bf16_end")
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
@@ -186,7 +185,6 @@ class FP8(Section):
 
 
 # ---- models
-# --------------------------------------------------------------------------------------------------
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[Float, Field(ge=0)]

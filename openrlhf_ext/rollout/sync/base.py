@@ -29,7 +29,6 @@ _T = TypeVar("_T")
 _LEAVE_S = 2.0
 
 # ---- failures
-# --------------------------------------------------------------------------------------------------
 
 
 class WeightSyncError(RuntimeError):
@@ -78,7 +77,6 @@ class WeightStreamAborted(WeightSyncError):
 
 
 # ---- what a transport is made of
-# ------------------------------------------------------------------------------------
 
 
 class SendingEnd(Protocol):
@@ -194,7 +192,6 @@ class Transport(ABC):
 
 
 # ---- waiting and meeting
-# --------------------------------------------------------------------------------------------
 
 LOOK_AT_ENGINES_S = 0.1
 """How often engines are looked after while a call cannot be interrupted."""

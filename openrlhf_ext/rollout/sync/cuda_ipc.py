@@ -82,7 +82,6 @@ class CudaIpc(Transport):
         torch.cuda.synchronize()
 
     # ---- the transport
-    # ----------------------------------------------------------------------------------------------
 
     def staging(
         self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float

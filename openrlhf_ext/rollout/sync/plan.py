@@ -42,8 +42,7 @@ _MODULUS = 1 << 64
 @dataclass(frozen=True)
 class Slot:
     """Rows [start, stop) of a tensor (entries of a vector) as they travel, and their first byte in
-    their bucket;
-    ``shape`` is that of the whole tensor, unsharded."""
+    their bucket; ``shape`` is that of the whole tensor, unsharded."""
 
     name: str
     shape: tuple[int, ...]

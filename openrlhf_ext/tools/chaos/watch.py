@@ -133,7 +133,6 @@ class Run:
         self._shm, self._shm_before = -1, set(() if isolated else os.listdir("/dev/shm"))
 
     # ---- what it does
-    # ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Finds its processes, twice a second: it takes long where there are many."""
@@ -194,8 +193,7 @@ class Run:
 
     def reach(self, phase: str, step: int, kind: str, until: float) -> bool:
         """Waits for a phase, at or after a step, and a process of this kind; whether they came
-        before the run ended, or
-        ``until``."""
+        before the run ended, or ``until``."""
         graded = self.graded()
         while self.command.poll() is None and time.monotonic() < until:
             now = self.phase()
@@ -216,7 +214,6 @@ class Run:
         return calls.stat().st_size // 8 if calls.exists() else 0
 
     # ---- its end
-    # ----------------------------------------------------------------------------------------------
 
     def finish(self, until: float) -> int | None:
         """The exit status; None: it did not end."""

@@ -293,7 +293,6 @@ def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str
 
 
 # ---- grades and votes
-# -----------------------------------------------------------------------------------------------
 
 # enough to keep the workers busy; waiting samples would run into the pool's queue deadline
 _IN_FLIGHT_PER_WORKER = 4

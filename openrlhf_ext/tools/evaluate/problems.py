@@ -285,7 +285,6 @@ def _load(
 
 
 # ---- graded problems: one line for the settings, then one for each problem, in order
-# --------------------------------
 
 _SETTINGS = "settings"
 _LINE_FORMAT = 2

@@ -78,7 +78,6 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
 
 
 # ---- the result of a task
-# -------------------------------------------------------------------------------------------
 
 _SHOWN_SAMPLES = 3
 _SHOWN_CHARACTERS = 600

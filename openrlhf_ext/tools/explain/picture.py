@@ -28,9 +28,8 @@ class Quantity:
 
     Attributes:
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and
-        whose sizes are to
-            be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers
-            around 1, ``choice`` for 0 and 1.
+            whose sizes are to be compared within a sign, ``deviation`` for numbers around 0,
+            ``factor`` for numbers around 1, ``choice`` for 0 and 1.
         values: one finite number for each token of each completion; None for one that an
         environment wrote.
     """
@@ -61,7 +60,6 @@ class Explanation:
 
 
 # ---- colors
-# --------------------------------------------------------------------------------------------------
 
 Color = tuple[float, float, float]
 """Red, green, blue, each 0 to 1."""
@@ -165,7 +163,6 @@ def ink_on(background: Color) -> Color:
 
 
 # ---- lines
-# --------------------------------------------------------------------------------------------------
 
 _LONGEST_TOKEN, _LONGEST_PROMPT = 12, 600  # characters shown
 

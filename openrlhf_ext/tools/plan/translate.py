@@ -59,8 +59,7 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
         gpus: what TRL's configuration leaves to its launcher (1).
     Raises:
         InputError: the project is not named or another one, something cannot be read or takes hydra
-        to be read, or a
-            value is not of the kind that the project has.
+            to be read, or a value is not of the kind that the project has.
     """
     if not words or words[0] not in PROJECTS:
         commands = (f"openrlhf-ext plan --from {shlex.join([one, *words])}" for one in PROJECTS)
@@ -154,7 +153,6 @@ def _by_table(
 
 
 # ---- what is given
-# -----------------------------------------------------------------------------------------------
 
 
 def _of_verl(words: Sequence[str]) -> dict[str, Any]:

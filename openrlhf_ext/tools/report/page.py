@@ -203,7 +203,6 @@ def _optional(
 
 
 # ---- the page
-# --------------------------------------------------------------------------------------------------
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
@@ -346,7 +345,6 @@ def _first_and_last(run: Run, name: str, window: int) -> Record | None:
 
 
 # ---- curves
-# --------------------------------------------------------------------------------------------------
 
 
 def curve_names(runs: Sequence[Run]) -> list[str]:
@@ -491,7 +489,6 @@ def _number(value: float) -> float | None:
 
 
 # ---- phases, ranks
-# --------------------------------------------------------------------------------------------------
 
 
 def _phases(run: Run) -> Record:
@@ -543,7 +540,6 @@ def _profile(run: Run) -> list[Record]:
 
 
 # ---- events, options
-# ------------------------------------------------------------------------------------------------
 
 
 def _events(run: Run) -> Record:
@@ -638,7 +634,6 @@ def _fact(value: Any) -> str:
 
 
 # ---- completions
-# --------------------------------------------------------------------------------------------------
 
 
 def _samples(run: Run, budget: int) -> Record:

@@ -333,7 +333,6 @@ def test_the_study_of_a_gpu_is_read_and_its_most_telling_cells_come_first() -> N
 
 
 # ---- what a GPU's cells do, with a stand-in for TransformerEngine that rounds as it does
-# ---------------------------
 
 
 class OnGPU(Machine):

@@ -72,7 +72,6 @@ def weights(run: StudyRun) -> dict[str, torch.Tensor]:
 
 
 # ---- sampling
-# --------------------------------------------------------------------------------------------------
 
 
 def test_the_most_likely_tokens_are_those_of_generate(made):
@@ -150,7 +149,6 @@ def test_the_seed_decides(made):
 
 
 # ---- training
-# --------------------------------------------------------------------------------------------------
 
 
 def test_conflict_without_masks_filter_and_gamma_is_grpo_in_every_bit(made):

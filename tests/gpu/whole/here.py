@@ -66,7 +66,6 @@ def _digest(bundle: Path) -> str:
 
 
 # ---- what is wrong
-# --------------------------------------------------------------------------------------------------
 
 
 def problems(bundle: Path, manifest: dict[str, Any], target: Path, unpacked: bool) -> Iterator[str]:
@@ -166,7 +165,6 @@ def _compiler_problems() -> Iterator[str]:
 
 
 # ---- unpacking
-# --------------------------------------------------------------------------------------------------
 
 
 class _Parts:

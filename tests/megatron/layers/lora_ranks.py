@@ -32,7 +32,6 @@ RANK, ALPHA = 4, 6  # times 1.5: by a power of two it is all the same what is ro
 
 
 # ---- peft
-# --------------------------------------------------------------------------------------------------
 
 
 def logprobs(model, batch):
@@ -90,7 +89,6 @@ def truth(folder: Path, adapter: Path, batch, weights_N, targets) -> dict:
 
 
 # ---- a rank
-# --------------------------------------------------------------------------------------------------
 
 
 def lora_policy(case: dict, world_size: int) -> MegatronPolicy:

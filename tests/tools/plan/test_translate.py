@@ -59,7 +59,6 @@ def translated(*words: str, gpus: int | None = None) -> dict[str, Any]:
 
 
 # ---- scripts through bash
-# --------------------------------------------------------------------------------------------
 
 # the forms of published scripts: branches, functions, loops over arguments, arrays, nested sums,
 # words of several options in one variable, a `#` within a word, an echo of options
@@ -173,7 +172,6 @@ def test_a_script_of_trl_comes_out_as_bash_runs_it(tmp_path):
 
 
 # ---- files
-# --------------------------------------------------------------------------------------------------
 
 
 def test_nested_maps_of_trl_are_options(tmp_path):
@@ -264,7 +262,6 @@ def test_the_file_that_hydra_is_given_is_read(words, tmp_path):
 
 
 # ---- refusals
-# --------------------------------------------------------------------------------------------------
 
 FILES = {
     "defaults.yaml": "defaults: [ppo_trainer, {actor: mine}]\ndata: {train_batch_size: 4}\n",
@@ -407,7 +404,6 @@ def test_words_ahead_of_from_are_plans_own(capsys):
 
 
 # ---- units
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
