@@ -42,21 +42,24 @@ def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> lis
         # this process serves the rendezvous, so that nobody else can take the port before the ranks
         # do
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = []
+        port, ranks = store.port, []
         for rank in range(world_size):
             env = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
+                "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
             }
             ranks.append(_CONTEXT.Process(target=_work, args=(module, function, folder, rank, env)))
             ranks[-1].start()
-        _join(ranks, folder)
+        try:
+            _join(ranks, folder)
+        finally:
+            del store  # not kept, with its port and threads, by the traceback of a test that failed
         return [pickle.loads((folder / f"out{rank}").read_bytes()) for rank in range(world_size)]
 
 

@@ -13,8 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from typing import TYPE_CHECKING
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silence_libraries
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.layout import ParallelLayout
+    from openrlhf_ext.megatron.model.shape import ModelShape
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,12 +53,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from openrlhf_ext.config.files import has_weights
-    from openrlhf_ext.config.model_rules import beyond_window, divisible
     from openrlhf_ext.megatron.families import UnknownModelType
-    from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
-    from openrlhf_ext.megatron.model.shape import read_model_shape
-    from openrlhf_ext.options.sections import Megatron
     from openrlhf_ext.tools.plan.conversion_check import (
         LOGPROB_TOLERANCES,
         CheckSettings,
@@ -62,38 +63,7 @@ def _check(arguments: argparse.Namespace) -> int:
     )
 
     try:
-        ranks = arguments.pp * math.lcm(
-            arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1)
-        )
-        cut = Megatron(
-            tensor_parallel_size=arguments.tp,
-            pipeline_parallel_size=arguments.pp,
-            context_parallel_size=arguments.cp,
-            sequence_parallel_enable=arguments.sp,
-            virtual_pipeline_size=arguments.vp,
-            decoder_first_pipeline_num_layers=arguments.first_layers,
-            decoder_last_pipeline_num_layers=arguments.last_layers,
-            expert_parallel_size=arguments.ep,
-            expert_tensor_parallel_size=arguments.etp,
-        )
-        layout = ParallelLayout.of(cut, ranks)
-        if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
-            raise ValueError("; ".join(wrong))
-        shape = read_model_shape(arguments.check)
-        faults = [*divisible("--check", shape, _FLAGS.__getitem__, cut)]
-        faults += beyond_window("--check", shape, "--tokens", arguments.tokens)
-        original = shape.rotary.get("original_max_position_embeddings", arguments.tokens)
-        if (
-            shape.rotary["rope_type"] == "longrope"
-            and original < arguments.tokens <= 2 * original + 1
-        ):
-            raise ValueError(
-                f"--tokens must be at most {original} or above {2 * original + 1} for longrope: "
-                "sequences have between half of them and all, and transformers chooses the "
-                f"factors for each: got {arguments.tokens}"
-            )
-        if faults:
-            raise ValueError("; ".join(fault.message for fault in faults))
+        layout, shape = _cut(arguments)
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
         show(error, file=sys.stderr)
@@ -127,6 +97,46 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     show(_text(report, settings))
     return 0 if report.passed(tolerance) else 1
+
+
+def _cut(arguments: argparse.Namespace) -> tuple[ParallelLayout, ModelShape]:
+    """The layout that the flags say, and the model. Raises ValueError: they do not fit together."""
+    from openrlhf_ext.config.model_rules import beyond_window, divisible
+    from openrlhf_ext.megatron.layout import ParallelLayout
+    from openrlhf_ext.megatron.model.shape import read_model_shape
+    from openrlhf_ext.options.sections import Megatron
+
+    ranks = arguments.pp * math.lcm(
+        arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1)
+    )
+    cut = Megatron(
+        tensor_parallel_size=arguments.tp,
+        pipeline_parallel_size=arguments.pp,
+        context_parallel_size=arguments.cp,
+        sequence_parallel_enable=arguments.sp,
+        virtual_pipeline_size=arguments.vp,
+        decoder_first_pipeline_num_layers=arguments.first_layers,
+        decoder_last_pipeline_num_layers=arguments.last_layers,
+        expert_parallel_size=arguments.ep,
+        expert_tensor_parallel_size=arguments.etp,
+    )
+    layout = ParallelLayout.of(cut, ranks)
+    if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
+        raise ValueError("; ".join(wrong))
+    shape = read_model_shape(arguments.check)
+    faults = [*divisible("--check", shape, _FLAGS.__getitem__, cut)]
+    faults += beyond_window("--check", shape, "--tokens", arguments.tokens)
+    original = shape.rotary.get("original_max_position_embeddings", arguments.tokens)
+    is_long = shape.rotary["rope_type"] == "longrope"
+    if is_long and original < arguments.tokens <= 2 * original + 1:
+        raise ValueError(
+            f"--tokens must be at most {original} or above {2 * original + 1} for longrope: "
+            "sequences have between half of them and all, and transformers chooses the "
+            f"factors for each: got {arguments.tokens}"
+        )
+    if faults:
+        raise ValueError("; ".join(fault.message for fault in faults))
+    return layout, shape
 
 
 _FLAGS = {

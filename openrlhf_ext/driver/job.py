@@ -212,13 +212,9 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     start.of_ranks = session.rank_progress
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
-        logger.info(
-            "starting %d policy ranks and %d rollout engines",
-            config.world_size,
-            config.vllm.num_engines,
-        )
-        if config.guide_samples:
-            logger.info("and %d engines of the guide", config.guide.num_engines)
+        engines_of_guide = config.guide.num_engines if config.guide_samples else 0
+        counts = config.world_size, config.vllm.num_engines, engines_of_guide
+        logger.info("starting %d policy ranks, %d rollout engines, %d of a guide", *counts)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
 
@@ -242,11 +238,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         start.doing = "starting the rollout engines"
         first = tokenizer(prompts.prompts[0], add_special_tokens=False)["input_ids"]
         probe = await_engines(config, session, engines, first, start)
-    logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
-    if label := config.training_label:
-        logger.info("the policy's linear layers: %s", label)
-    if factors := chosen_factors(read_model_shape(policy_path(config)).rotary, config.data.max_len):
-        logger.info(factors)
+    _say_what_is_built(config, len(prompts), steps)
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
         initialize_policy(config, session, policy, engines, probe, steps, start)
@@ -261,9 +253,9 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        trained = {"policy": policy} | (
-            {"critic": auxiliary.critic} if auxiliary.critic is not None else {}
-        )
+        trained = {"policy": policy}
+        if auxiliary.critic is not None:
+            trained["critic"] = auxiliary.critic
         data, timeout_s = {"prompts": prompts.fingerprint}, config.train.step_timeout_s
         resumed = restore(config, callers(trained), data, timeout_s, events)
     supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
@@ -288,6 +280,14 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         trained=trained,
         resumed=resumed,
     )
+
+
+def _say_what_is_built(config: RunConfig, prompts: int, steps: int) -> None:
+    logger.info("%d prompts, %d steps; building the policy", prompts, steps)
+    if label := config.training_label:
+        logger.info("the policy's linear layers: %s", label)
+    if factors := chosen_factors(read_model_shape(policy_path(config)).rotary, config.data.max_len):
+        logger.info(factors)
 
 
 def build_loop(parts: Parts) -> TrainingLoop:

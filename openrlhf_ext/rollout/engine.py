@@ -141,10 +141,19 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs |= telling_experts()
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
-        self._routed_experts = routed_experts
         # of images, which are not supported; read by OpenRLHF's `generate`
         self._mm_pad_token_ids = None
         self._request_timeout_s = request_timeout_s
+        self._begin()
+        self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
+        if adapter is not None:
+            await self.llm.collective_rpc("hold_adapter")
+            self.llm = adapters.AdaptedEngine(self.llm, lambda: self._weight_version)
+        if tells_entropies:
+            await self.llm.collective_rpc("tell_entropies")
+
+    def _begin(self) -> None:
+        """Nothing is generated, and the weights are those of the disk."""
         self._generating = OverlapTimer()
         self._responding = OverlapTimer()
         self._num_tokens = 0
@@ -156,12 +165,6 @@ class RolloutEngine(compat.RolloutRayActor):
         self._probe_tokens: tuple[int, ...] = ()
         self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating, self._resumes = asyncio.Lock(), True
-        self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
-        if adapter is not None:
-            await self.llm.collective_rpc("hold_adapter")
-            self.llm = adapters.AdaptedEngine(self.llm, lambda: self._weight_version)
-        if tells_entropies:
-            await self.llm.collective_rpc("tell_entropies")
 
     # ---- generation
 

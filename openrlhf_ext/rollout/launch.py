@@ -94,16 +94,7 @@ def create_rollout_engines(
         more_env: of the engines' processes, beside `engine_env`.
         hf_overrides: entries of the model's config.json that are others for vLLM.
     """
-    engine_args = {
-        "model": model_path,
-        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[options.dtype],
-        "max_model_len": max_model_len,
-        "enable_prefix_caching": options.enable_prefix_caching,
-        "enforce_eager": options.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "max_logprobs": 1,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "disable_log_stats": True,
+    engine_args = _model_args(model_path, options, max_model_len, use_gpu, hf_overrides) | {
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
@@ -112,12 +103,6 @@ def create_rollout_engines(
         "tells_entropies": tells_entropies,
         "routed_experts": routed_experts,
     }
-    overrides = dict(hf_overrides)
-    if options.dtype != "fp32":
-        # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required
-        # for RL training-inference consistency" (vllm 0.32.0 config/model.py:2082)
-        overrides["head_dtype"] = "float32"
-    engine_args["hf_overrides"] = overrides
     engine_args |= batch_limits(use_gpu, options, max_model_len)
     if not use_gpu:
         engine_args |= cpu_engine_args(options)
@@ -148,6 +133,33 @@ def create_rollout_engines(
         return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
 
     return EngineFleet(start, options.num_engines)
+
+
+def _model_args(
+    model_path: str,
+    options: Vllm,
+    max_model_len: int,
+    use_gpu: bool,
+    hf_overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What vLLM is told of the model and of its log-probs."""
+    overrides = dict(hf_overrides)
+    if options.dtype != "fp32":
+        # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required
+        # for RL training-inference consistency" (vllm 0.32.0 config/model.py:2082)
+        overrides["head_dtype"] = "float32"
+    return {
+        "model": model_path,
+        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[options.dtype],
+        "max_model_len": max_model_len,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "max_logprobs": 1,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "disable_log_stats": True,
+        "hf_overrides": overrides,
+    }
 
 
 def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:

@@ -183,7 +183,7 @@ _NETWORK = {
 }
 
 
-def _table() -> Iterator[Fault]:
+def _of_processes() -> Iterator[Fault]:
     for kind, (names, needs) in _VICTIMS.items():
         for how, (number, lasts_s, about) in _SIGNALS.items():
             exact = kind != "grader" or how == "pause"
@@ -216,6 +216,9 @@ def _table() -> Iterator[Fault]:
             "File too large|disk full|could not be written",
             phases=_RUNNING,
         )
+
+
+def _of_files() -> Iterator[Fault]:
     for how, damage in {"flipped": _flip, "cut": _cut}.items():
         yield Fault(
             f"checkpoint_{how}",
@@ -253,6 +256,9 @@ def _table() -> Iterator[Fault]:
     yield Fault(
         "shm_full", "/dev/shm is full", partial(_inside, fill, ""), needs="root", names="shm|space"
     )
+
+
+def _of_others() -> Iterator[Fault]:
     for how, (script, undo, about) in _NETWORK.items():
         needs = "netem" if "netem" in script else "root"
         yield Fault(
@@ -277,7 +283,9 @@ def _table() -> Iterator[Fault]:
         )
 
 
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}
+FAULTS: dict[str, Fault] = {
+    fault.name: fault for fault in (*_of_processes(), *_of_files(), *_of_others())
+}
 
 
 def draw(
