@@ -61,7 +61,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.engines import EngineSupervisor
 from openrlhf_ext.driver.experience import (
     responses_of,
@@ -80,7 +79,13 @@ from openrlhf_ext.driver.gauges import (
 from openrlhf_ext.driver.rollouts import Group, GroupRequests, Prompt, plain_groups
 from openrlhf_ext.driver.scoring import deal, scores_in_order
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.step.dealing import RowCosts, Sizes, deal_rows, plan_micro_batches
+from openrlhf_ext.megatron.step.dealing import (
+    RowCosts,
+    Sizes,
+    deal_rows,
+    group_chunks,
+    plan_micro_batches,
+)
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 
 OPTIONS: dict[str, dict[str, Any]] = {

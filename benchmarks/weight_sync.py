@@ -301,7 +301,7 @@ class Engine(RolloutEngine):
     """A real one, whose worker is in this process."""
 
     async def prove(self, on: bool) -> None:
-        from openrlhf_ext.rollout.worker_extension import HeldWeights
+        from openrlhf_ext.rollout.held_weights import HeldWeights
 
         if on:
             HeldWeights.watch, HeldWeights.sums = self._kept

@@ -18,11 +18,11 @@ from openrlhf_ext.config.files import (
     is_url,
     parameter_count,
     require_definition,
-    tokenizer_fault,
 )
 from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import InputError, similar_path, split_inputs
 from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.options.sections.evaluation import named_parts

@@ -10,14 +10,10 @@ from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
-from openrlhf_ext.config.files import (
-    has_weights,
-    model_folder,
-    tokenizer_difference,
-    unknown_tokens,
-)
+from openrlhf_ext.config.files import has_weights, model_folder
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import tokenizer_difference, unknown_tokens
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.adapter import chosen_adapter

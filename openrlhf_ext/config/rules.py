@@ -18,7 +18,6 @@ from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import example_violations, file_violations, output_violations
 from openrlhf_ext.config.files import (
-    AS_TOKENIZER_JSON,
     dataset_refs,
     has_weights,
     inputs_of,
@@ -35,6 +34,7 @@ from openrlhf_ext.config.model_rules import (
 )
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import AS_TOKENIZER_JSON
 from openrlhf_ext.inputs import InputError, shown
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale

@@ -26,17 +26,12 @@ from openrlhf_ext.config.estimator import (
     engine_entropies,
     flag_options,
 )
-from openrlhf_ext.config.files import (
-    dataset_refs,
-    has_weights,
-    inputs_of,
-    is_hub_name,
-    tokenizer_fault,
-)
+from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.records import Wanted, as_chat, open_source
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
