@@ -309,31 +309,6 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
     return sum(kind["predicted_bytes"] for kind in states.values()) + kept + head
 
 
-def linear() -> str:
-    """te.Linear and the emulation."""
-    rows = [
-        [
-            "recipe",
-            "emulation from te.Linear, at most",
-            "emulation from exact products",
-            "te.Linear from them",
-        ]
-    ]
-    for name, cell in _cells().items():
-        if name.startswith("linear/"):
-            of = cell["measured"]
-            last = of["micro_batches"][-1]
-            rows.append(
-                [
-                    name.removeprefix("linear/"),
-                    f"{of['worst_against_peer']:.1e}",
-                    f"{last['emulation_against_exact']['y']:.3e}",
-                    f"{last['peer_against_exact']['y']:.3e}",
-                ]
-            )
-    return _table(*rows)
-
-
 def products() -> str:
     """FP8 products beside BF16's."""
     found = _cells()["products/blockwise"]["measured"]
@@ -435,8 +410,8 @@ def summary() -> str:
 
 
 TEXTS = {
-    "machine": machine, "layers": layers, "head": head, "rank": rank, "off": off, "linear": linear,
-    "products": products, "eight": eight, "sync": sync, "offload": offload, "summary": summary,
+    "machine": machine, "layers": layers, "head": head, "rank": rank, "off": off, "products": products,
+    "eight": eight, "sync": sync, "offload": offload, "summary": summary,
 }  # fmt: skip
 
 
