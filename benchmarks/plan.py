@@ -34,9 +34,9 @@ from benchmarks import record
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from openrlhf_ext.tools.plan.memory import GIB, Pass, StateOptions, layer_activations, rank_states
-from openrlhf_ext.tools.plan.search import Planner
-from openrlhf_ext.tools.plan.seconds import Assumptions
+from openrlhf_ext.planning.memory import GIB, Pass, StateOptions, layer_activations, rank_states
+from openrlhf_ext.planning.search import Planner
+from openrlhf_ext.planning.seconds import Assumptions
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ROWS = Path(__file__).with_name("published_steps.json")

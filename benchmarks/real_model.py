@@ -33,9 +33,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.reporting.lines import read_lines
-from openrlhf_ext.rewards.worker import die_with
 
 RESULT = record.RESULTS / "real_model.json"
 FIGURE = record.ROOT / "docs/images/real_model.png"

@@ -106,7 +106,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "head_cpu.json": ("openrlhf_ext/head",),
     "ledger_cpu.json": ("openrlhf_ext/run/ledger.py", "openrlhf_ext/driver/rollouts.py"),
     "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
-    "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
+    "plan_cpu.json": ("openrlhf_ext/planning", "benchmarks/published_steps.json"),
     "probe_cpu.json": (
         "openrlhf_ext/rollout/probe.py",
         "openrlhf_ext/megatron/model",

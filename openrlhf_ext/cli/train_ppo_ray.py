@@ -100,7 +100,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def findings(config: RunConfig) -> Findings:
     """What the driver and the planner know beyond the configuration's own rules."""
-    from openrlhf_ext.tools.plan import fit
+    from openrlhf_ext.planning import fit
 
     found = (preflight.findings(config), fit.findings(config))
     return Findings(
@@ -111,7 +111,7 @@ def findings(config: RunConfig) -> Findings:
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     from openrlhf_ext.driver.job import run
-    from openrlhf_ext.tools.plan.fit import laid_out
+    from openrlhf_ext.planning.fit import laid_out
 
     return _reporting_faults(lambda: run(config, watched, restart, laid_out))
 
@@ -131,7 +131,7 @@ def dry_run(
 
     apply()
     with without_collection():
-        from openrlhf_ext.tools.plan.fit import verdict
+        from openrlhf_ext.planning.fit import verdict
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
     try:

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             logger.error("the run failed: %s", error)
         return 1
     except Exception as error:
-        from openrlhf_ext.megatron.watchdog import RanksMissingError
+        from openrlhf_ext.groups.watchdog import RanksMissingError
 
         if not isinstance(error, RanksMissingError):
             raise
@@ -97,8 +97,8 @@ def start(words: list[str]) -> int:
 
 
 def _findings(config: SupervisedConfig) -> Findings:
+    from openrlhf_ext.planning import fit
     from openrlhf_ext.run import corridor
-    from openrlhf_ext.tools.plan import fit
 
     found = fit.findings(config)
     return Findings((*found.violations, *corridor.violations(config)), found.warnings)
@@ -106,7 +106,7 @@ def _findings(config: SupervisedConfig) -> Findings:
 
 def launch(config: SupervisedConfig, words: list[str]) -> int:
     """Starts this command once for every rank, hands signals on, and ends all if one fails."""
-    from openrlhf_ext.stores import open_store
+    from openrlhf_ext.groups.stores import open_store
 
     with own_folders(config):  # by rank 0, too, but then each rank would say what is wrong
         pass
@@ -185,10 +185,10 @@ def _downloaded(config: SupervisedConfig) -> str | None:
 
 def run(config: SupervisedConfig) -> int:
     """This process as a rank."""
+    from openrlhf_ext.groups.processes import die_with
+    from openrlhf_ext.groups.stores import open_store
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
-    from openrlhf_ext.rewards.worker import die_with
-    from openrlhf_ext.stores import open_store
 
     apply()
     if _LAUNCHER in os.environ:

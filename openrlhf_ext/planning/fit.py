@@ -42,11 +42,11 @@ from openrlhf_ext.options.sections import (
     Train,
     WeightSync,
 )
+from openrlhf_ext.planning.candidate import SHARE, Candidate, PlanError, order, with_options
+from openrlhf_ext.planning.memory import GIB, TOTAL, Moment
+from openrlhf_ext.planning.search import ENDS, EXPERTS, SIZES, Planner
+from openrlhf_ext.planning.seconds import GPUS, card
 from openrlhf_ext.redaction import redact
-from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
-from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
-from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, SIZES, Planner
-from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
 

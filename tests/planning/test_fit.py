@@ -14,13 +14,13 @@ from openrlhf_ext.cli.main import chosen_layout
 from openrlhf_ext.cli.train_ppo_ray import findings, main
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.driver import job
-from openrlhf_ext.tools.plan import fit
-from openrlhf_ext.tools.plan.candidate import with_options
-from openrlhf_ext.tools.plan.memory import GIB
-from openrlhf_ext.tools.plan.search import Planner
+from openrlhf_ext.planning import fit
+from openrlhf_ext.planning.candidate import with_options
+from openrlhf_ext.planning.memory import GIB
+from openrlhf_ext.planning.search import Planner
 from tests.e2e.jobs import Task
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"
 SHARED = {"train__colocate_all": True, "ds__enable_sleep": True, "vllm__enable_sleep": True}
 
