@@ -189,7 +189,7 @@ def measured(
 
 def table() -> str:
     """docs/models.md: full training / adapters (ratio)."""
-    layouts = record.load(RESULT)["layouts"]
+    layouts = {k: v for k, v in record.load(RESULT)["layouts"].items() if k != "DP2"}
     rows = [["", *layouts], ["---"] * (1 + len(layouts))]
     for name, what in HELD.items():
         rows.append(

@@ -197,7 +197,7 @@ def _nats(found: dict[str, Any]) -> str:
 
 
 def head() -> str:
-    """Ratios to the products, seconds and memory."""
+    """Ratios to the products, seconds and memory, of the fewest tokens that were measured."""
     rows = [
         [
             "tokens, shard of the vocabulary",
@@ -209,10 +209,13 @@ def head() -> str:
             "MiB",
         ]
     ]
-    for name, found in _measured("head:benchmark")["gpu"].items():
-        if not name.startswith("tokens"):
+    cells = _measured("head:benchmark")["gpu"]
+    sizes = {name: name.split() for name in cells if name.startswith("tokens")}
+    fewest = min(int(words[1]) for words in sizes.values())
+    for name, words in sizes.items():
+        if int(words[1]) != fewest:
             continue
-        words = name.split()
+        found = cells[name]
         for walk, (title, products, full, memory) in _WALKS.items():
             extra, theirs = found[f"{memory}_extra_memory_mib"], found["seconds"].get(full)
             ratio = found[

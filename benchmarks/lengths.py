@@ -219,6 +219,9 @@ def real_runs(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
+SHOWN = ("0", "1", "2", "4")
+
+
 def table() -> str:
     """docs/modes.md: trained lengths in terms of sampled ones."""
     found = record.load(RESULT.name)
@@ -229,6 +232,8 @@ def table() -> str:
     ]
     for way, row in found["simulation"].items():
         staleness, late = way.split()
+        if staleness not in SHOWN:
+            continue
         real = found["real"].get(way)
         lines.append(
             f"| {staleness} | {late if staleness != '0' else '-'} | "
