@@ -672,9 +672,9 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
     ``openrlhf-ext plan``, nothing of them is measured."""
     planned: dict[tuple[str, Any], tuple[int, float]] = {}
     made = json.loads(RECORD.read_text())["items"]
-    lines = ["| item | what | plan | ours |", "|---|---|---|---|"]
+    lines = ["| item | what | plan |", "|---|---|---|"]
     for name, paper in papers.items():
-        lines.append(f"| **{paper.title}** | | | |")
+        lines.append(f"| **{paper.title}** | | |")
         for item_name, item in paper.items.items():
             hours: dict[int, list[float]] = {}
             for run in (paper.runs[run] for run in item.runs):
@@ -686,9 +686,9 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
                 f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items()
             )
             link = item_link(f"{name} {item_name}", made)
-            lines.append(f"| {link} | {item.what} | {needs} | {item.ours} |")
+            lines.append(f"| {link} | {item.what} | {needs} |")
         lines += [
-            f"| {name} {item_name} | no command: {why} | | |"
+            f"| {name} {item_name} | no command: {why} | |"
             for item_name, why in paper.missing.items()
         ]
     return "\n".join(lines) + "\n"

@@ -69,6 +69,7 @@ def test_an_item_loads_at_toy_scale_and_prints_the_clusters_commands(monkeypatch
     study = reproduce.toy_study(paper, paper.items[item])  # raises StudyError
     assert list(study.cells) == paper.items[item].runs
     commands = list(reproduce.paper_commands(name, paper, item))
+    assert f"# ours: {paper.items[item].ours}" in commands
     trained = [line for line in commands if "train_recipe.sh" in line]
     assert len(trained) == len(paper.items[item].runs)
     assert all(shlex.split(line) for line in commands if not line.startswith("#"))
@@ -281,8 +282,7 @@ def test_the_page_has_every_item_and_every_picture_that_was_made():
     for name, paper in read_papers().items():
         for item_name, item in paper.items.items():
             start = f"| {reproduce.item_link(f'{name} {item_name}', made)} | {item.what} | "
-            (row,) = (line for line in page.splitlines() if line.startswith(start))
-            assert row.endswith(f" | {item.ours} |")
+            assert len([line for line in page.splitlines() if line.startswith(start)]) == 1
         assert all(
             f"| {name} {item} | no command: {why} | " in page for item, why in paper.missing.items()
         )
