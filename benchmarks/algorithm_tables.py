@@ -21,7 +21,6 @@ from typing import Any
 
 Record = dict[str, Any]
 
-COST_VARIANTS = ("gtpo_entropy v6 batch scopes", "gtpo_conflict official")
 TOKEN_KINDS = {
     "text": "text with shared beginnings and ends",
     "small": "random ids of a vocabulary of 8",
@@ -65,53 +64,14 @@ class Records:
         return settings["prompts"] * settings["size"] * settings["positions"]
 
 
-def label(name: str) -> str:
-    """`method` or `method`, variant."""
-    method, _, variant = name.partition(" ")
-    return f"`{method}`, {variant}" if variant else f"`{method}`"
-
-
-def row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |\n"
-
-
-def header(*cells: str) -> str:
-    return row(*cells) + "|" + "---|" * len(cells) + "\n"
-
-
-def cost_table(records: Records) -> str:
-    """`shape` and `loss` of every method."""
-    shape, loss, tokens = records.part("shape"), records.part("loss"), records.tokens("shape")
-    text = (
-        f"`shape` of {tokens / 1e6:.1f} million tokens, float32 "
-        f"({records.conditions('shape')}),\nagainst one masked mean-and-std pass in plain torch, "
-        "and against the same pass over cache-sized blocks; memory beyond\nthe inputs in units "
-        f"of the entropy tensor. `loss` with backward on {records.tokens('loss') / 1e6:.1f} "
-        f"million tokens\n({records.conditions('loss')}) against plain clipped PPO on the same "
-        "tensors.\n\n"
+def cost_line(records: Records) -> str:
+    """What the overview's column `cost` was measured on."""
+    return (
+        f"`shape` ran on {records.tokens('shape') / 1e6:.1f} million tokens in float32 "
+        f"({records.conditions('shape')}),\n`loss` with backward on "
+        f"{records.tokens('loss') / 1e6:.1f} million tokens ({records.conditions('loss')}) "
+        "beside plain clipped PPO\non the same tensors. The record has seconds and memory.\n"
     )
-    text += header(
-        "method",
-        "`shape`",
-        "ns per token",
-        "of a plain pass",
-        "of a blocked pass",
-        "memory",
-        "`loss` of PPO",
-    )
-    for name in (name for name in shape if " " not in name or name in COST_VARIANTS):
-        entry = shape[name]
-        seconds, memory = entry["seconds"]["min"], entry["extra_memory_over_entropies"]
-        text += row(
-            label(name),
-            f"{seconds:.2f} s",
-            f"{seconds / tokens * 1e9:.0f}",
-            f"{entry['ratio']:.1f}x",
-            f"{entry['ratio_to_blocked_baseline']:.1f}x",
-            "-" if memory is None else f"{memory:.1f}x",
-            f"{loss[name]['ratio']:.1f}x" if name in loss else "-",
-        )
-    return text
 
 
 def prepare_line(records: Records) -> str:
@@ -140,7 +100,7 @@ def conflict_line(records: Records) -> str:
 
 
 def speed_section(records: Records) -> str:
-    parts = (cost_table, prepare_line, conflict_line)
+    parts = (cost_line, prepare_line, conflict_line)
     return "\n".join(part(records) for part in parts)
 
 

@@ -195,7 +195,7 @@ def _nats(found: dict[str, Any]) -> str:
 
 
 def head() -> str:
-    """Ratios to the products, seconds and memory."""
+    """Ratios to the products, seconds and memory, of the fewest tokens that were measured."""
     rows = [
         [
             "tokens, shard of the vocabulary",
@@ -207,10 +207,13 @@ def head() -> str:
             "MiB",
         ]
     ]
-    for name, found in _measured("head:benchmark")["gpu"].items():
-        if not name.startswith("tokens"):
+    cells = _measured("head:benchmark")["gpu"]
+    sizes = {name: name.split() for name in cells if name.startswith("tokens")}
+    fewest = min(int(words[1]) for words in sizes.values())
+    for name, words in sizes.items():
+        if int(words[1]) != fewest:
             continue
-        words = name.split()
+        found = cells[name]
         for walk, (title, products, full, memory) in _WALKS.items():
             extra, theirs = found[f"{memory}_extra_memory_mib"], found["seconds"].get(full)
             ratio = found[
@@ -305,31 +308,6 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
     kept = activations(ModelShape(**RANK), ParallelLayout(1), 0, work, 1)
     head = 256 * MIB + tokens * 15 // 16 * RANK["hidden_size"] * 4
     return sum(kind["predicted_bytes"] for kind in states.values()) + kept + head
-
-
-def linear() -> str:
-    """te.Linear and the emulation."""
-    rows = [
-        [
-            "recipe",
-            "emulation from te.Linear, at most",
-            "emulation from exact products",
-            "te.Linear from them",
-        ]
-    ]
-    for name, cell in _cells().items():
-        if name.startswith("linear/"):
-            of = cell["measured"]
-            last = of["micro_batches"][-1]
-            rows.append(
-                [
-                    name.removeprefix("linear/"),
-                    f"{of['worst_against_peer']:.1e}",
-                    f"{last['emulation_against_exact']['y']:.3e}",
-                    f"{last['peer_against_exact']['y']:.3e}",
-                ]
-            )
-    return _table(*rows)
 
 
 def products() -> str:
@@ -433,8 +411,8 @@ def summary() -> str:
 
 
 TEXTS = {
-    "machine": machine, "layers": layers, "head": head, "rank": rank, "off": off, "linear": linear,
-    "products": products, "eight": eight, "sync": sync, "offload": offload, "summary": summary,
+    "machine": machine, "layers": layers, "head": head, "rank": rank, "off": off, "products": products,
+    "eight": eight, "sync": sync, "offload": offload, "summary": summary,
 }  # fmt: skip
 
 

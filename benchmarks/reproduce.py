@@ -664,16 +664,16 @@ def _tuning_command(run: Tuned, out: str) -> str:
 
 
 def pages_table(papers: Mapping[str, Paper]) -> str:
-    """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of
-    them is measured."""
+    """The items in docs/papers.md, with their pictures at toy scale; GPUs and hours are those of
+    ``openrlhf-ext plan``, nothing of them is measured."""
     planned: dict[tuple[str, Any], tuple[int, float]] = {}
-    lines = ["| item | what | recipes | needs | ours |", "|---|---|---|---|---|"]
+    made = json.loads(RECORD.read_text())["items"]
+    lines = ["| item | what | plan |", "|---|---|---|"]
     for name, paper in papers.items():
-        lines.append(f"| **{paper.title}** | | | | |")
+        lines.append(f"| **{paper.title}** | | |")
         for item_name, item in paper.items.items():
-            runs = [paper.runs[run] for run in item.runs]
             hours: dict[int, list[float]] = {}
-            for run in runs:
+            for run in (paper.runs[run] for run in item.runs):
                 key = (run.recipe, run.options.get("rollout.n_samples_per_prompt"))
                 planned[key] = planned.get(key) or _planned(run)
                 gpus, step_s = planned[key]
@@ -681,32 +681,20 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
             needs = ", ".join(
                 f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items()
             )
-            tuned = dict.fromkeys(f"sft/{paper.sft[run].recipe}" for run in item.sft)
-            recipes = ", ".join(
-                f"`{recipe}`" for recipe in [*dict.fromkeys(run.recipe for run in runs), *tuned]
-            )
-            lines.append(
-                f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |"
-            )
+            link = item_link(f"{name} {item_name}", made)
+            lines.append(f"| {link} | {item.what} | {needs} |")
         lines += [
-            f"| {name} {item_name} | no command: {why} | - | - | - |"
+            f"| {name} {item_name} | no command: {why} | |"
             for item_name, why in paper.missing.items()
         ]
     return "\n".join(lines) + "\n"
 
 
-def pictures_table() -> str:
-    """What was run at toy scale: commit, command and picture of docs/papers.md."""
-    record = json.loads(RECORD.read_text())["items"]
-    lines = ["| item | commit | steps, seeds | picture |", "|---|---|---|---|"]
-    for item, found in record.items():
-        picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace(
-            "(../docs/", "("
-        )
-        lines.append(
-            f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |"
-        )
-    return "\n".join(lines) + "\n"
+def item_link(item: str, made: Mapping[str, Any]) -> str:
+    """The words of an item's command; in docs/papers.md they lead to its picture at toy scale."""
+    if item not in made:
+        return f"`{item}`"
+    return f"[`{item}`]({made[item]['picture'].removeprefix('docs/')})"
 
 
 def _planned(run: Run) -> tuple[int, float]:
@@ -776,7 +764,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing(papers))
         return 0
     if arguments.table:
-        print(pages_table(papers), pictures_table(), sep="\n", end="")
+        print(pages_table(papers), end="")
         return 0
     try:
         paper = _one("PAPER", arguments.paper, papers)

@@ -27,7 +27,7 @@ from tests.models import CHAT_TEMPLATE
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE
 )

@@ -77,7 +77,7 @@ cat <<TEXT
 report       $OUT/report.html   (open it in a browser; docs/report.md)
 checkpoint   $OUT/policy
 figure       $OUT/training.png
-metrics      $OUT/metrics.jsonl   (names: docs/metrics.md)
+metrics      $OUT/metrics.jsonl   (names: docs/reference/metrics.md)
 TensorBoard  $OUT/tensorboard
 TEXT
 exit "$verdict"

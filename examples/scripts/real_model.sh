@@ -106,6 +106,6 @@ report       $OUT/report.html   (open it in a browser; docs/report.md)
 checkpoint   $OUT/policy
 results      $OUT/before.json, $OUT/after.json
 figure       $OUT/training.png
-metrics      $OUT/metrics.jsonl   (names: docs/metrics.md)
+metrics      $OUT/metrics.jsonl   (names: docs/reference/metrics.md)
 TEXT
 exit "$verdict"

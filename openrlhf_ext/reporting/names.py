@@ -1,4 +1,4 @@
-"""The names of all metrics, with unit and meaning. docs/metrics.md shows this table; a test keeps
+"""The names of all metrics, with unit and meaning. docs/reference/metrics.md shows them; a test keeps
 them equal."""
 
 from __future__ import annotations
@@ -350,9 +350,10 @@ METRICS = (
     Metric("algorithm/entropy_correct", "nats",
         "mean token entropy of the successes, before the step; missing if there are none"),
     Metric("algorithm/entropy_wrong", "nats", "the same of the failures"),
-    *(Metric(f"algorithm/advantage_mass_q{fifth}", "fraction",
-        f"share of the sum of absolute advantages on the tokens of fifth {fifth} of the entropy "
-        "distribution (1: lowest entropies); missing if all advantages are 0") for fifth in range(1, 6)),
+    Metric("algorithm/advantage_mass_q1", "fraction",
+        "share of the sum of absolute advantages on the tokens of fifth 1 of the entropy "
+        "distribution (lowest entropies); missing if all advantages are 0"),
+    *(Metric(f"algorithm/advantage_mass_q{fifth}", "fraction", f"the same of fifth {fifth}") for fifth in range(2, 6)),
     Metric("algorithm/correction_filtered", "fraction",
         "completion tokens that the importance correction dropped or clamped"),
     Metric("algorithm/rollout_kl", "nats",
@@ -398,7 +399,7 @@ METRICS = (
     Metric("algorithm/*", "see the method", "what else an algorithm reports about shaping and loss"),
 )
 # fmt: on
-"""All metrics, in the order of docs/metrics.md."""
+"""All metrics, in the order of docs/reference/metrics.md."""
 
 _UNITS = {metric.name: metric.unit for metric in METRICS}
 _NAMES = frozenset(_UNITS)

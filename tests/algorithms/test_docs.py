@@ -41,10 +41,10 @@ def test_every_method_and_option_is_documented(name: str) -> None:
     """Options are in the table that `python benchmarks/option_tables.py` writes, with their
     defaults."""
     table = (
-        (ROOT / "docs/configuration.md")
+        (ROOT / "docs/reference/options.md")
         .read_text()
-        .split("### Options of the estimators")[1]
-        .split("\n### ")[0]
+        .split("## Options of the estimators")[1]
+        .split("\n## ")[0]
     )
     assert section(name)
     for info in describe_options(name):

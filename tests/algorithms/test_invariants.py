@@ -509,7 +509,7 @@ def test_version_2_rewards_tokens_of_wrong_answers_as_the_documents_say(
     sigma: float, share: float
 ) -> None:
     """One right answer among eight of equal length, lognormal entropies: the hazard T-8 of
-    docs/algorithms.md."""
+    docs/methods.md."""
     torch.manual_seed(0)
     groups, size, length = 60, 8, 40
     rewards = torch.zeros(groups, size)

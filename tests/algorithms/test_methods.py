@@ -55,7 +55,7 @@ assert "torch" not in sys.modules, "what is listed is not imported"
 assert f"--algo.{estimator}.pull  <number > 0>" in format_help(f"algo.{estimator}", *own)
 from option_tables import format_markdown
 
-in_table = "| `pull` | number > 0 | `1` | leave_one_out | factor of every advantage |" in format_markdown()
+in_table = "| `pull` | number > 0 (`1`) | leave_one_out | factor of every advantage |" in format_markdown()
 assert in_table == (estimator != "custom")
 
 import torch

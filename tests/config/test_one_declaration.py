@@ -90,7 +90,7 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
         " + --train.patience  <integer >= 1>\n       steps without a gain"
         in capsys.readouterr().out
     )
-    assert "| `train.patience` + | integer >= 1 | `5` | steps without a gain" in format_markdown()
+    assert "| `train.patience`+ | integer >= 1 (`5`) | steps without a gain" in format_markdown()
     (run_dir / "more.yaml").write_text("train:\n  patience: 0\n")
     words = ["--config", "run.yaml", "--config", "more.yaml"]
     assert refused(words)[0] == "train.patience: expected integer >= 1, got 0 (more.yaml:2)"

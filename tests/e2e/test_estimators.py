@@ -66,7 +66,9 @@ def test_two_steps_with_every_estimator(tmp_path):
         assert [r["step"] for r in records if r["step"]] == [1, 2], estimator
         for record in records:
             for name, value in record.items():
-                assert is_documented(name), f"{estimator}: {name} is not in docs/metrics.md"
+                assert is_documented(name), (
+                    f"{estimator}: {name} is not in docs/reference/metrics.md"
+                )
                 assert isinstance(value, (int, float)) and math.isfinite(value), (
                     f"{estimator}: {name} = {value}"
                 )

@@ -45,7 +45,7 @@ def steps_of(task, name: str) -> list[dict]:
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         for metric, value in record.items():
-            assert is_documented(metric), f"{metric} is not in docs/metrics.md"
+            assert is_documented(metric), f"{metric} is not in docs/reference/metrics.md"
             assert isinstance(value, (int, float)) and math.isfinite(value), f"{metric} = {value}"
     return records
 

@@ -7,18 +7,36 @@ import pytest
 from openrlhf_ext.reporting import METRICS, is_documented, progress
 from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = DOCS / "reference/metrics.md"
+HEAD = """# Metrics, by name
+
+<!-- Made from openrlhf_ext/reporting/names.py by `python -m tests.reporting.test_names`. -->
+
+What a record is, and how to read the gauges: [metrics.md](../metrics.md). Names that end in `/*` are
+families.
+
+| name | unit | meaning |
+|---|---|---|
+"""
 
 
-def test_document_shows_the_table_as_it_is() -> None:
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    table = "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])
-    assert table in DOCUMENT.read_text(), f"paste this into it:\n{table}"
+def reference() -> str:
+    """docs/reference/metrics.md."""
+    rows = (
+        f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |\n"
+        for metric in METRICS
+    )
+    return HEAD + "".join(rows)
+
+
+def test_the_reference_lists_the_metrics() -> None:
+    assert REFERENCE.read_text() == reference(), "run `python -m tests.reporting.test_names`"
 
 
 def test_document_lists_the_reserved_keys() -> None:
-    listed = ", ".join(f"`{key}`" for key in sorted(RESERVED_LOG_KEYS))
-    assert listed in DOCUMENT.read_text()
+    text = " ".join((DOCS / "metrics.md").read_text().split())
+    assert ", ".join(f"`{key}`" for key in sorted(RESERVED_LOG_KEYS)) in text
 
 
 def test_names_are_unique_and_what_is_shown_is_documented() -> None:
@@ -40,3 +58,7 @@ def test_documented(name: str) -> None:
 @pytest.mark.parametrize("name", ["reward", "reward/median", "reward_log", ""])
 def test_not_documented(name: str) -> None:
     assert not is_documented(name)
+
+
+if __name__ == "__main__":
+    REFERENCE.write_text(reference())
