@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,77 @@ def test_the_package_imports_nothing_that_is_not_shipped_with_it():
 def test_every_room_is_covered():
     rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert rooms - {"cli"} == set(RULES)
+
+
+# ---- budgets: who exceeds one deletes in the same commit
+
+NODES = {}
+FEATURES = {  # identifiers that name it -> files of the package that may
+    "expert|moe": 36,
+    "lora": 23,
+    "fp8": 19,
+}
+SUPERVISED = re.compile(r"SupervisedConfig|\bsft\b|supervised", re.IGNORECASE)
+ROOT = PACKAGE.parent
+
+
+def sources(folder: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+
+
+@pytest.mark.parametrize("folder", NODES)
+def test_no_room_weighs_more_than_its_budget(folder):
+    """In syntax nodes: layout, blank lines, and comments weigh nothing."""
+    trees = map(ast.parse, sources(ROOT / folder).values())
+    assert sum(sum(1 for _ in ast.walk(tree)) for tree in trees) <= NODES[folder]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_is_named_in_few_files(feature):
+    named = [
+        path
+        for path, text in sources(PACKAGE).items()
+        if any(re.search(feature, name, re.IGNORECASE) for name in identifiers(ast.parse(text)))
+    ]
+    assert len(named) <= FEATURES[feature]
+
+
+def test_supervised_training_is_named_in_few_files_but_its_own():
+    texts = sources(PACKAGE)
+    own = {path for path in texts if "sft" in path.relative_to(PACKAGE).as_posix()}
+    assert len([path for path in texts.keys() - own if SUPERVISED.search(texts[path])]) <= 8
+
+
+def test_lines_breathe():
+    """The formatter decides, but for tables of data; a line that it cannot break may be longer."""
+    texts = [
+        text
+        for folder in ("openrlhf_ext", "patches", "benchmarks")
+        for text in sources(ROOT / folder).values()
+    ]
+    marks = sum(len(re.findall(r"# fmt: (?:off|skip)", text)) for text in texts)
+    lines = [line for text in texts for line in text.splitlines()]
+    assert marks < 40 and sum(len(line) > 100 for line in lines) < 0.01 * len(lines)
+
+
+def test_functions_are_short():
+    for path, text in sources(PACKAGE).items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, FUNCTIONS):
+                assert node.end_lineno - node.lineno < 75, f"{path}: {node.name}"
+
+
+def test_documents_are_short():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= WORDS

@@ -109,17 +109,12 @@ def _cut(arguments: argparse.Namespace) -> tuple[ParallelLayout, ModelShape]:
     ranks = arguments.pp * math.lcm(
         arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1)
     )
-    cut = Megatron(
-        tensor_parallel_size=arguments.tp,
-        pipeline_parallel_size=arguments.pp,
-        context_parallel_size=arguments.cp,
-        sequence_parallel_enable=arguments.sp,
-        virtual_pipeline_size=arguments.vp,
-        decoder_first_pipeline_num_layers=arguments.first_layers,
-        decoder_last_pipeline_num_layers=arguments.last_layers,
-        expert_parallel_size=arguments.ep,
-        expert_tensor_parallel_size=arguments.etp,
-    )
+    given = {
+        option: getattr(arguments, flag.removeprefix("--"))
+        for option, flag in _FLAGS.items()
+        if option in Megatron.model_fields
+    }
+    cut = Megatron(**given)
     layout = ParallelLayout.of(cut, ranks)
     if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
         raise ValueError("; ".join(wrong))

@@ -157,7 +157,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
     best, error = found[0], planner.clock.error
-    kind = "mixtures of experts" if planner.shape.num_experts else "dense models"
+    kind = "mixtures of experts" if planner.shape.is_mixture else "dense models"
     yield from _head(planner, gpus)
     yield ""
     yield from _ranking(planner, found, gpus)
@@ -199,7 +199,7 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
     work, shape = planner.work, planner.shape
     flops = work.forward(shape)
-    active = f" ({planner.clock.active:,} of them for a token)" if shape.num_experts else ""
+    active = f" ({planner.clock.active:,} of them for a token)" if shape.is_mixture else ""
     yield (
         f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters{active}, "
         f"on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"
@@ -230,7 +230,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
         "PP",
         "VP",
         "CP",
-        *(["EP"] if planner.shape.num_experts else []),
+        *(["EP"] if planner.shape.is_mixture else []),
         "DP",
         "recompute",
         "tokens",
@@ -252,7 +252,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     )
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
     head = planner.clock.head_layers(shown[0].policy)
-    if planner.shape.num_experts:
+    if planner.shape.is_mixture:
         yield "  EP: ranks that the experts of a layer are dealt over;"
     yield (
         "  PP: stages, and the layers of the first, one between and the last where they differ: "
@@ -330,7 +330,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         _stages(candidate),
         layout.virtual_pipeline_size,
         layout.context_parallel_size,
-        *([layout.expert_parallel_size] if policy.shape.num_experts else []),
+        *([layout.expert_parallel_size] if policy.shape.is_mixture else []),
         layout.data_parallel_size,
     )
     tokens, own = "-" if policy.budget is None else str(policy.budget), f"{candidate.share:g}"
@@ -440,7 +440,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.layout, candidate.policy.megatron.recompute
-    experts = f"EP {layout.expert_parallel_size}, " if candidate.policy.shape.num_experts else ""
+    experts = f"EP {layout.expert_parallel_size}, " if candidate.policy.shape.is_mixture else ""
     return (
         f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP "
         f"{layout.context_parallel_size}, {experts}recompute {recompute}, {layout.world_size} "

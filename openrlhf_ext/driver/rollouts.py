@@ -28,6 +28,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.response import (
     GroupRequest,
@@ -754,3 +755,14 @@ def groups_from_plain(
     return [
         Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain
     ]
+
+
+def routed_by_engines(batch: SequenceBatch, samples: Sequence[Response]) -> SequenceBatch:
+    """The batch with references to the experts of every completion. Raises ValueError: a completion
+    has none."""
+    routed = [sample.experts_at for sample in samples if sample.experts_at is not None]
+    if len(routed) < len(samples):
+        raise ValueError(
+            "train.routing_replay rollout: a completion came without experts of its engine"
+        )
+    return dataclasses.replace(batch, routed_B=tuple(routed))

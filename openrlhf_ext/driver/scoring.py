@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch
 from openrlhf_ext.driver.placement import RankGroup
-from openrlhf_ext.driver.rollouts import Group
+from openrlhf_ext.driver.rollouts import Group, routed_by_engines
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.step.dealing import (
     TOKENS,
@@ -254,17 +254,6 @@ def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
     return sequence_batch(
         [sample.tokens_S for sample in samples], [sample.actions for sample in samples]
     )
-
-
-def routed_by_engines(batch: SequenceBatch, samples: Sequence[Response]) -> SequenceBatch:
-    """The batch with references to the experts of every completion. Raises ValueError: a completion
-    has none."""
-    routed = [sample.experts_at for sample in samples if sample.experts_at is not None]
-    if len(routed) < len(samples):
-        raise ValueError(
-            "train.routing_replay rollout: a completion came without experts of its engine"
-        )
-    return dataclasses.replace(batch, routed_B=tuple(routed))
 
 
 def rollout_batch(

@@ -187,7 +187,7 @@ def probe_tolerance(config: RunConfig) -> float:
     given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
     if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
         shape = read_model_shape(policy_path(config))
-        return max(default, _MIXTURE_TOLERANCE) if shape.num_experts else default
+        return max(default, _MIXTURE_TOLERANCE) if shape.is_mixture else default
     return default
 
 

@@ -64,7 +64,7 @@ class TrainedChunk(DistributedDataParallel):
         data-parallel ranks."""
         if not self.ddp_config.overlap_param_gather:
             return
-        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+        for group in dict.fromkeys(self.param_to_bucket_group.values()):
             if not group.param_gather_dispatched or group.param_gather_handle is not None:
                 group.start_param_sync(force_sync=True)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
-from openrlhf_ext.megatron.step.optimizer import single_optimizers
+from openrlhf_ext.megatron.step.optimizer import buffers_of, single_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -147,11 +147,7 @@ class ModelStates:
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         wrapped = [model for model in self._models if isinstance(model, DistributedDataParallel)]
-        buffers = [
-            buffer
-            for model in wrapped
-            for buffer in (*model.buffers, *model.expert_parallel_buffers)
-        ]
+        buffers = [buffer for model in wrapped for buffer in buffers_of(model)]
         if kind == "parameters":
             yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
             yield from (

@@ -63,6 +63,18 @@ class ParallelLayout:
             options.expert_tensor_parallel_size,
         )
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As the records of a run have them."""
+        return {
+            "ranks": self.world_size,
+            "tensor": self.tensor_parallel_size,
+            "pipeline": self.pipeline_parallel_size,
+            "context": self.context_parallel_size,
+            "data": self.data_parallel_size,
+            "experts": self.expert_parallel_size,
+        }
+
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
         """The rules that are broken: the fields concerned, and what is wrong. ``name``: what the
         user calls a field."""

@@ -356,7 +356,7 @@ def _rank_too_large(
     config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
     if (standing := max((one.standing for one in laid_out.decisive), key=TOTAL)).total <= memory:
         return
-    layout, mixture = laid_out.policy.layout, laid_out.policy.shape.num_experts > 0
+    layout, mixture = laid_out.policy.layout, laid_out.policy.shape.is_mixture
     beside = " with the engine beside it" if shared else ""
     engine = (
         SHARE,

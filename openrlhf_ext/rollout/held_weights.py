@@ -16,7 +16,10 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, bit_sums, words
+
+vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied patches
 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:416)."""
@@ -96,7 +99,7 @@ class HeldWeights:
                 self._arrived[name] = bit_sum(whole)
             yield name, tensor
 
-    def keep_experts(self) -> None:
+    def before_reload(self) -> None:
         """To be called before vLLM's reload, which puts other tensors into the modules: from now on
         `together` loads experts into those that the kernel reads, where it takes them as they are
         loaded. What pads them is 0."""

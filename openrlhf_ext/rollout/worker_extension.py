@@ -20,7 +20,6 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
 from openrlhf_ext.rollout.held_weights import HeldWeights
@@ -28,8 +27,6 @@ from openrlhf_ext.rollout.quantized import require_fp8
 from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
-
-vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied patches
 
 _AT_ONCE = 1 << 24
 _SCORES = "compute_topk_scores"
@@ -159,7 +156,7 @@ class WeightSyncExtension:
         if isinstance(self._held, HeldAdapter):
             self._held.replace(stream)
             return
-        self._held.keep_experts()
+        self._held.before_reload()
         self.reload_weights(weights_iterator=self._held.together(self._held.watch(stream)))
         repack_tied_heads(self.model_runner.get_model())
 

@@ -47,7 +47,6 @@ _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 def about(config: TrainedConfig, **layout: int) -> dict[str, Any]:
     """What the first event of a run says: options without secrets, versions, this machine, layout,
     resume step."""
-    sizes = config.layout
     steps = (
         [step_of(folder) for folder in checkpoint_store(config).checkpoints()]
         if config.ckpt.load_enable
@@ -57,15 +56,7 @@ def about(config: TrainedConfig, **layout: int) -> dict[str, Any]:
         "options": shown_options(config),
         "set": sorted(config.sources),
         **machine(),
-        "layout": {
-            "ranks": sizes.world_size,
-            "tensor": sizes.tensor_parallel_size,
-            "pipeline": sizes.pipeline_parallel_size,
-            "context": sizes.context_parallel_size,
-            "data": sizes.data_parallel_size,
-            "experts": sizes.expert_parallel_size,
-            **layout,
-        },
+        "layout": config.layout.sizes | layout,
         "resume_step": max(steps, default=0),
     }
 

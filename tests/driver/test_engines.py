@@ -34,8 +34,9 @@ from openrlhf_ext.driver.rollouts import (
     Prompt,
     groups_from_plain,
     plain_groups,
+    routed_by_engines,
 )
-from openrlhf_ext.driver.scoring import routed_by_engines, sequences_of
+from openrlhf_ext.driver.scoring import sequences_of
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines

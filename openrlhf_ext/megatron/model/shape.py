@@ -83,6 +83,11 @@ class ModelShape:
     window: int | None = None
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether tokens choose among several MLPs of a layer."""
+        return self.num_experts > 0
+
+    @property
     def family(self) -> Family:
         return family_of(self.model_type)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -212,6 +213,11 @@ def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[s
     with tied embeddings)."""
     found = zip(GROUPS, squares, present, strict=True)
     return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
+
+
+def buffers_of(model: DistributedDataParallel) -> list[Any]:
+    """Megatron's buffers of parameters and gradients, those of experts last."""
+    return [*model.buffers, *model.expert_parallel_buffers]
 
 
 def _counted_gradients(

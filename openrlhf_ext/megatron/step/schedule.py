@@ -320,7 +320,7 @@ class Schedule:
         mini-batch and layers; 0:
         there is none. A collective of the replicas where there is."""
         coef = self._model.settings.aux_loss_coef
-        if not coef or not self._model.shape.num_experts:
+        if not coef or not self._model.shape.is_mixture:
             return 0.0
         tokens = int(sum_over_replicas(batch.lengths_B.sum(), self.device))
         return coef / (self._model.shape.num_layers * max(1, tokens))
@@ -357,7 +357,7 @@ class Schedule:
         unit = math.lcm(
             *(converter.piece_unit(pieces) for converter in self._model.settings.converters)
         )
-        shares, is_mixture = self._costs.shares_prompts, self._model.shape.num_experts > 0
+        shares, is_mixture = self._costs.shares_prompts, self._model.shape.is_mixture
         return PackShape(self.config.context_parallel_size, pieces, unit, shares, is_mixture)
 
     def _count_pieces(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
