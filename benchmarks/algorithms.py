@@ -1,31 +1,26 @@
 """Speed and memory of `openrlhf_ext.algorithms` on the CPU, as ratios measured in one run.
 
-    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json            # all
-    parts, ten minutes python benchmarks/algorithms.py --part shape --prompts 64
+    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json   # ten minutes
+    python benchmarks/algorithms.py --part shape --prompts 64
 
 Parts:
   shape     time and extra memory of `shape` of every method, against one masked mean-and-std pass
-  over the entropies
+            over the entropies
   loss      time of `loss` with backward, against plain clipped PPO on the same tensors
   conflict  conflict masks against the textbook triple loop
-  growth    `shape` and `prepare` over G and T, and the conflict masks on data that makes them work
-  hardest
 
-`benchmarks/algorithm_tables.py` writes the tables of docs/algorithms.md from a record.
-
-A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the
-JSON. Method and baseline run in turns, so that a change of load hits both.
+`benchmarks/algorithm_tables.py` makes the tables of docs/algorithms.md and docs/methods.md from the
+record. A ratio is that of the minima over the repeats; the JSON keeps mean, standard deviation, and
+maximum.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,6 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.harness import Work, peak_extra_bytes, seconds_in_turns, summary
 from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.conflict_mask import conflict_spans
 from openrlhf_ext.algorithms.groups import Groups
@@ -64,82 +60,17 @@ METHODS: dict[str, dict] = {
     "flash_reinforce": {},
 }
 VARIANTS: dict[str, tuple[str, dict]] = {
-    "gtpo_entropy v1": ("gtpo_entropy", {"version": "v1"}),
-    "gtpo_entropy v1u": (
-        "gtpo_entropy",
-        {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 2.0},
-    ),
-    "gtpo_entropy v2": ("gtpo_entropy", {"version": "v2"}),
-    "gtpo_entropy v6 row": ("gtpo_entropy", {**METHODS["gtpo_entropy"], "entropy_axis": "row"}),
-    "gtpo_entropy v6 matrix": (
-        "gtpo_entropy",
-        {**METHODS["gtpo_entropy"], "entropy_axis": "matrix"},
-    ),
     "gtpo_entropy v6 batch scopes": (
         "gtpo_entropy",
         {**METHODS["gtpo_entropy"], "entropy_scope": "batch", "norm_scope": "batch"},
     ),
-    "gtpo_entropy v6 geomean": (
-        "gtpo_entropy",
-        {**METHODS["gtpo_entropy"], "normaliser": "geomean"},
-    ),
-    "grpo_s v6 geometric": (
-        "grpo_s",
-        {**METHODS["grpo_s"], "h_hat": "geometric", "w_hat": "geometric"},
-    ),
-    "gtpo_conflict first": ("gtpo_conflict", {"anchor": "first"}),
     "gtpo_conflict official": ("gtpo_conflict", {"preset": "official"}),
 }
-
-
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-clock = CLOCKS["wall"]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one function over several runs."""
-
-    seconds: list[float]
-
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
-    def summary(self) -> dict[str, float]:
-        spread = statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
-        return {
-            "min": min(self.seconds),
-            "mean": statistics.mean(self.seconds),
-            "std": spread,
-            "max": max(self.seconds),
-        }
-
-
-def measure(*functions: Callable[[], object], repeats: int) -> list[Timing]:
-    """Time functions in turns, after one warm-up run of each."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for turn in range(repeats + 1):
-        for function, times in zip(functions, seconds, strict=True):
-            start = clock()
-            function()
-            if turn:
-                times.append(clock() - start)
-    return [Timing(times) for times in seconds]
-
-
-def peak_extra_bytes(function: Callable[[], object]) -> int | None:
-    """Growth of the resident peak during one run; None where the kernel cannot reset its peak
-    counter."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    before = record.status_bytes("VmRSS")
-    result = function()
-    peak = record.status_bytes("VmHWM")
-    del result
-    return max(0, peak - before)
+def timed(args: argparse.Namespace, **works: Work) -> dict[str, list[float]]:
+    return seconds_in_turns(works, args.repeats, warm_up=1, clock=CLOCKS[args.clock])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,38 +78,23 @@ def peak_extra_bytes(function: Callable[[], object]) -> int | None:
 # --------------------------------------------------------------------------------------------------
 
 
-def make_batch(
-    prompts: int,
-    size: int,
-    positions: int,
-    *,
-    tokens: str = "text",
-    full: bool = True,
-    seed: int = 0,
-):
-    """A rollout batch: float32, half of the completions correct.
+def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text") -> RolloutBatch:
+    """A rollout batch: float32, half of the completions correct; every completion has all
+    positions.
 
     Args:
         tokens: "text": completions of a prompt share a random prefix of up to 64 and a suffix of 4
-        ids, the rest is
-            drawn from 150,000 ids. "shared": all completions of a prompt are equal (every token is
-            in conflict). "distinct": no two completions share an id anywhere. "small": ids from a
-            vocabulary of 8.
-        full: every completion has all positions, so that token counts are exact; else lengths are
-        uniform.
+            ids, the rest is drawn from 150,000 ids. "shared": all completions of a prompt are equal
+            (every token is in conflict). "distinct": no two completions share an id anywhere.
+            "small": ids from a vocabulary of 8.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows = prompts * size
     token_BT = make_tokens(tokens, prompts, size, positions, generator)
-    lengths_B = torch.full((rows,), positions)
-    if not full:
-        lengths_B = torch.randint(1, positions + 1, (rows,), generator=generator)
-    count = int(lengths_B.sum())
+    count = rows * positions
     return RolloutBatch(
-        tokens=token_BT.view(-1)
-        if full
-        else token_BT[torch.arange(positions) < lengths_B[:, None]],
-        lengths=lengths_B,
+        tokens=token_BT.view(-1),
+        lengths=torch.full((rows,), positions),
         rewards=(torch.arange(rows) % 2).float(),
         group_ids=torch.arange(rows) // size,
         old_logprobs=-torch.empty(count).exponential_(1.0, generator=generator),
@@ -259,7 +175,8 @@ def plain_ppo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor
 
 
 def configurations(names: list[str] | None) -> Iterator[tuple[str, str, dict]]:
-    for label, (name, options) in {**{n: (n, o) for n, o in METHODS.items()}, **VARIANTS}.items():
+    every = {name: (name, options) for name, options in METHODS.items()} | VARIANTS
+    for label, (name, options) in every.items():
         if names is None or label in names:
             yield label, name, options
 
@@ -271,20 +188,20 @@ def part_shape(args: argparse.Namespace) -> dict:
     out: dict = {}
     for label, name, options in configurations(args.methods):
         algorithm = get_algorithm(name, **options)
-        timing, baseline, blocked = measure(
-            lambda algorithm=algorithm: algorithm.shape(batch),
-            lambda: masked_mean_std(entropies_BT, mask_BT),
-            lambda: blocked_mean_std(entropies_BT, mask_BT),
-            repeats=args.repeats,
+        seconds = timed(
+            args,
+            ours=lambda algorithm=algorithm: algorithm.shape(batch),
+            plain=lambda: masked_mean_std(entropies_BT, mask_BT),
+            blocked=lambda: blocked_mean_std(entropies_BT, mask_BT),
         )
         extra = peak_extra_bytes(lambda algorithm=algorithm: algorithm.shape(batch))
         out[label] = {
             "options": options,
-            "seconds": timing.summary(),
-            "baseline_seconds": baseline.summary(),
-            "ratio": timing.best / baseline.best,
-            "blocked_baseline_seconds": blocked.summary(),
-            "ratio_to_blocked_baseline": timing.best / blocked.best,
+            "seconds": summary(seconds["ours"]),
+            "baseline_seconds": summary(seconds["plain"]),
+            "ratio": min(seconds["ours"]) / min(seconds["plain"]),
+            "blocked_baseline_seconds": summary(seconds["blocked"]),
+            "ratio_to_blocked_baseline": min(seconds["ours"]) / min(seconds["blocked"]),
             "extra_memory_over_entropies": None if extra is None else extra / entropy_bytes,
         }
         report("shape", label, out[label])
@@ -311,19 +228,17 @@ def part_loss(args: argparse.Namespace) -> dict:
             algorithm.loss(new_N, shaped).value.backward()
             new_N.grad = None
 
-        timing, baseline = measure(loss, ppo, repeats=args.repeats)
+        seconds = timed(args, ours=loss, plain=ppo)
         out[label] = {
             "options": options,
-            "seconds": timing.summary(),
-            "baseline_seconds": baseline.summary(),
-            "ratio": timing.best / baseline.best,
+            "seconds": summary(seconds["ours"]),
+            "baseline_seconds": summary(seconds["plain"]),
+            "ratio": min(seconds["ours"]) / min(seconds["plain"]),
         }
         if algorithm.needs_prepare:
             fresh = algorithm.shape(batch)
-            (prepare,) = measure(
-                lambda a=algorithm, s=fresh: a.prepare(new_N.detach(), s), repeats=args.repeats
-            )
-            out[label]["prepare_seconds"] = prepare.summary()
+            prepare = timed(args, ours=lambda a=algorithm, s=fresh: a.prepare(new_N.detach(), s))
+            out[label]["prepare_seconds"] = summary(prepare["ours"])
         report("loss", label, out[label])
     return out
 
@@ -372,56 +287,17 @@ def part_conflict(args: argparse.Namespace) -> dict:
 
         if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
             raise AssertionError(f"conflict masks differ from the triple loop on {kind} tokens")
-        timing, baseline = measure(ours, textbook, repeats=args.repeats)
+        seconds = timed(args, ours=ours, textbook=textbook)
         out[kind] = {
-            "seconds": timing.summary(),
-            "baseline_seconds": baseline.summary(),
-            "speedup": baseline.best / timing.best,
+            "seconds": summary(seconds["ours"]),
+            "baseline_seconds": summary(seconds["textbook"]),
+            "speedup": min(seconds["textbook"]) / min(seconds["ours"]),
         }
         report("conflict", kind, out[kind])
     return out
 
 
-def part_growth(args: argparse.Namespace) -> dict:
-    out: dict = {}
-    cases = [(64, 16, t) for t in (512, 1024, 2048, 4096)] + [
-        (1024 // g, g, 2048) for g in (4, 8, 16, 32, 64, 128)
-    ]
-    for prompts, size, positions in cases:
-        for kind in ("text", "small", "shared", "distinct"):
-            batch = make_batch(prompts, size, positions, tokens=kind)
-            # Token ids matter to the conflict masks only.
-            for name in METHODS if kind == "text" else ("gtpo_conflict",):
-                for stage, function in stages(name, batch):
-                    label = " ".join(
-                        filter(None, (name, stage, kind, f"{prompts}x{size}x{positions}"))
-                    )
-                    out[label] = growth_row(function, batch, args.repeats)
-                    report("growth", label, out[label])
-    return out
-
-
-def stages(name: str, batch: RolloutBatch) -> Iterator[tuple[str, Callable[[], object]]]:
-    """`shape` (no name), and `prepare` where the method needs it."""
-    algorithm = get_algorithm(name, **METHODS[name])
-    yield "", lambda: algorithm.shape(batch)
-    if algorithm.needs_prepare:
-        shaped = algorithm.shape(batch)
-        yield "prepare", lambda: algorithm.prepare(batch.old_logprobs, shaped)
-
-
-def growth_row(function: Callable[[], object], batch: RolloutBatch, repeats: int) -> dict:
-    padded = table(batch)
-    timing, baseline = measure(function, lambda: masked_mean_std(*padded), repeats=repeats)
-    return {
-        "seconds": timing.summary(),
-        "baseline_seconds": baseline.summary(),
-        "ratio": timing.best / baseline.best,
-        "ns_per_token": timing.best / len(batch.tokens) * 1e9,
-    }
-
-
-PARTS = {"shape": part_shape, "loss": part_loss, "conflict": part_conflict, "growth": part_growth}
+PARTS = {"shape": part_shape, "loss": part_loss, "conflict": part_conflict}
 
 
 def report(part: str, label: str, row: dict) -> None:
@@ -433,21 +309,6 @@ def report(part: str, label: str, row: dict) -> None:
         else f"  {row['ratio_to_blocked_baseline']:6.2f}x blocked  memory {memory:.2f}x"
     )
     sys.stderr.write(f"{part:9s} {label:44s} {row['seconds']['min']:9.4f} s  {ratio:8.2f}x{tail}\n")
-
-
-def environment(args: argparse.Namespace) -> dict:
-    """What a number needs to be repeated."""
-    return {
-        **record.environment("torch"),
-        "threads": torch.get_num_threads(),
-        "clock": args.clock,
-        "settings": {
-            "prompts": args.prompts,
-            "size": args.size,
-            "positions": args.positions,
-            "repeats": args.repeats,
-        },
-    }
 
 
 def main() -> None:
@@ -470,10 +331,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    global clock
-    clock = CLOCKS[args.clock]
+    names = ("prompts", "size", "positions", "repeats")
     result = {
-        **environment(args),
+        **record.environment("torch"),
+        "threads": args.threads,
+        "clock": args.clock,
+        "settings": {name: getattr(args, name) for name in names},
         "parts": {part: PARTS[part](args) for part in args.part or PARTS},
     }
     if args.output is None:

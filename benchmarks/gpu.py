@@ -110,7 +110,7 @@ _WALKS = {
     "token loss": ("token loss with gradients", 4, "full", "backward"),
     "logprob": ("log-prob with backward, logits twice", 4, "full", "backward"),
 }
-"""Of ``benchmarks/head.py``: title, products, the way of all logits, whose extra memory."""
+"""Of ``benchmarks/head_speed.py``: title, products, the way of all logits, whose extra memory."""
 
 
 # ---- text

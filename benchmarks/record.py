@@ -84,7 +84,6 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/model",
         "openrlhf_ext/rollout/sync/cuda_ipc.py",
     ),
-    "head_cpu.json": ("openrlhf_ext/head",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "real_model.json": (
@@ -102,18 +101,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
     ),
 }
 # <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS;
-# record.head_cpu: only the state of head_cpu.json, for text beside it that is written by hand
+# record.probe_cpu: only the state of probe_cpu.json, for text beside it that is written by hand
 REGION = re.compile(r"(<!-- begin: (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COMMIT = re.compile(r"([0-9a-f]{7,40})(-dirty)?\b")
 _LOADED: list[str] = []
-
-
-def status_bytes(key: str) -> int:
-    """A size out of /proc/self/status: VmRSS, VmHWM (the most since it was last reset)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 def environment(*packages: str) -> dict[str, Any]:

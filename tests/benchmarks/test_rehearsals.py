@@ -39,8 +39,8 @@ ELSEWHERE = {  # programs that tests of their own rehearse
 WRITES = re.compile(
     r"\b(?:record|common)\.write\(|^from benchmarks\.record import .*\bwrite\b", re.M
 )
-# keys of records that are older than ``record.environment``
-FORMER = {"hardware", "versions", "real_environment"}
+# keys of records that no program writes any more
+FORMER = {"hardware", "versions", "real_environment", "formula", "corrections"}
 NAMES = [
     metric.name
     for metric in METRICS
@@ -191,14 +191,18 @@ def test_algorithms(call, results, monkeypatch):
     held(module, "algorithms.json")
 
 
-def test_head(call, results, monkeypatch):
-    module = program("head")
-    row = module.scaling_row
-    monkeypatch.setattr(module, "scaling_row", lambda tokens, hidden, vocab: row(64, 16, 512))
-    small = ("--tokens", 64, "--hidden", 16, "--vocab", 512, "--repeats", 1, "--threads", 1)
-    for part in ("forward", "backward", "scaling"):
-        call(module, "--part", part, *small, "--output", results / "head_cpu.json")
-    held(module, "head_cpu.json")
+def test_head_speed(call, tmp_path):
+    """On a CPU; its ways are those of the H200's record, which has one more."""
+    small = ("--device", "cpu", "--tokens", 64, "--hidden", 16, "--vocab", 512, "--repeats", 1)
+    call(program("head_speed"), *small, "--output", tmp_path / "head.json")
+    found = json.loads((tmp_path / "head.json").read_text())["gpu"]
+    on_gpu = json.loads((COMMITTED / "gpu_h200.json").read_text())["runs"]["first"]["checks"]
+    theirs = on_gpu["head:benchmark"]["measured"]["gpu"]
+    ours = found["tokens 64 hidden 16 vocab 512 tp 8"]
+    wanted = theirs["tokens 8192 hidden 5120 vocab 152064 tp 8"]
+    assert ours.keys() == wanted.keys()
+    for part in wanted.keys() - {"floor_tilings"}:
+        assert {name for name in wanted[part] if "chunked" not in name} <= ours[part].keys(), part
 
 
 def test_plan(call, results):
@@ -260,13 +264,18 @@ def test_curves(call, results, tmp_path, commands, monkeypatch):
     assert len(commands.seen) == 3
 
 
-def test_real_model(call, results, tmp_path, commands):
+def test_real_model(call, results, tmp_path):
+    committed = json.loads((COMMITTED / "real_model.json").read_text())
+    shutil.copy(COMMITTED / "real_model.json", results)
     script = make_run(tmp_path / "script", 20, names=NAMES)
     for name in ("before", "after"):
         (script / f"{name}.json").write_text(json.dumps(EVALUATED))
-    words = ("--estimators", "dapo", "--seeds", 1, "--steps", 2, "--work", tmp_path / "work")
-    call(program("real_model"), *words, "--script", script, "--minutes", 14, "--commit", "0123456")
-    held(program("real_model"), "real_model.json")
+    module = program("real_model")
+    call(module, "--script", script, "--minutes", 14, "--commit", "0123456")
+    found = record.load("real_model.json")
+    assert found["cells"] == committed["cells"] and found["before"] == committed["before"]
+    assert found["script"].keys() == committed["script"].keys()
+    assert "0123456" in record.commits(found) and "took 14 minutes" in module.text()
 
 
 @pytest.mark.parametrize("mode", ["lora", "train_sft"])
