@@ -365,7 +365,7 @@ def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
     def started(
         words: list[str], log: Path, env: dict[str, str], timeout_s: float
     ) -> tuple[int, int]:
-        log.write_text("error: it is not there")
+        log.write_text("")
         if words[1].endswith("end_to_end_trl.py"):
             settings = json.loads(Path(words[2]).read_text())
             assert all(
@@ -376,18 +376,16 @@ def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
         elif "openrlhf_ext.cli.train_ppo_ray" in words:
             commands(words)
         else:
-            if words[1:3] == ["-m", "venv"]:
+            assert words[1:3] == ["-m", "venv"] or words[1:4] == ["-m", "pip", "install"]
+            if words[2] == "venv":
                 Path(words[3]).mkdir(parents=True)
-            # of environments TRL's alone can be made
-            return int("openrlhf" in " ".join(words[4:])), 0
         return 0, 2**30
 
     monkeypatch.setattr(module, "run_logged", started)
     call(module, "--seeds", 1, "--steps", 10, "--busiest", 101, "--work", tmp_path / "work")
     rows = held(module, "end_to_end_cpu.json")["systems"]
-    assert {row["system"] for row in rows if "error" in row} == {"openrlhf"} and (
-        results / module.FIGURE.name
-    ).exists()
+    assert not any("error" in row for row in rows)
+    assert {row["system"] for row in rows} == {*module.OURS, "trl"}
 
 
 TRL_SIDE = """
