@@ -98,6 +98,9 @@ def peak_extra_bytes(work: Work) -> int | None:
 
 
 def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table with one line for each row."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    """A table with one line for each row; a ``|`` in a cell is escaped."""
+    lines = []
+    for row in [header, ["---"] * len(header), *rows]:
+        cells = (str(cell).replace("|", "\\|") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -11,8 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import markdown_table
 from openrlhf_ext.algorithms.registry import algorithm_class
 from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import group_of, method_options, shown_name, supported_and_refused
@@ -32,13 +36,13 @@ def format_markdown() -> str:
         lines += [
             f"### {group}",
             "",
-            *_markdown_table(("option", "type", "default", "meaning"), rows),
+            markdown_table(("option", "type", "default", "meaning"), rows),
             "",
         ]
     lines += ["### Options of the estimators", ""]
     lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
     lines += [
-        *_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()),
+        markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()),
         "",
     ]
     lines += ["### Options of OpenRLHF that are refused or mean nothing here", ""]
@@ -47,14 +51,14 @@ def format_markdown() -> str:
         "",
     ]
     lines += [
-        *_markdown_table(
+        markdown_table(
             ("option", "inert value", "else", "why", "instead"), map(_refused_row, refused)
         ),
         "",
     ]
     lines += ["### Where defaults or choices differ from OpenRLHF", ""]
     rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
-    lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
+    lines += [markdown_table(("option", "OpenRLHF", "here", "why"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -90,13 +94,6 @@ def _refused_row(option: Option) -> Sequence[str]:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
-
-
-def _markdown_table(
-    head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]
-) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def format_schema() -> str:

@@ -38,6 +38,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from benchmarks import real_model, record
+from benchmarks.harness import markdown_table
 from benchmarks.study.outcomes import smoothed
 from benchmarks.study.runs import (
     Places,
@@ -328,11 +329,11 @@ def shown(item: Item) -> list[str]:
 def table_text(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """A line for each run, as Markdown."""
     names = shown(item)
-    lines = [f"| run | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = []
     for run, rows in of_run.items():
         values = (_mean(rows, name) for name in names)
-        lines.append(f"| {run} | {' | '.join('-' if v is None else f'{v:.3g}' for v in values)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([run, *("-" if value is None else f"{value:.3g}" for value in values)])
+    return markdown_table(["run", *names], lines) + "\n"
 
 
 def draw(
@@ -671,9 +672,9 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
     """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of
     them is measured."""
     planned: dict[tuple[str, Any], tuple[int, float]] = {}
-    lines = ["| item | what | recipes | needs | ours |", "|---|---|---|---|---|"]
+    lines: list[list[str]] = []
     for name, paper in papers.items():
-        lines.append(f"| **{paper.title}** | | | | |")
+        lines.append([f"**{paper.title}**", "", "", "", ""])
         for item_name, item in paper.items.items():
             runs = [paper.runs[run] for run in item.runs]
             hours: dict[int, list[float]] = {}
@@ -689,28 +690,23 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
             recipes = ", ".join(
                 f"`{recipe}`" for recipe in [*dict.fromkeys(run.recipe for run in runs), *tuned]
             )
-            lines.append(
-                f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |"
-            )
-        lines += [
-            f"| {name} {item_name} | no command: {why} | - | - | - |"
-            for item_name, why in paper.missing.items()
-        ]
-    return "\n".join(lines) + "\n"
+            lines.append([f"`{name} {item_name}`", item.what, recipes, needs, item.ours])
+        for item_name, why in paper.missing.items():
+            lines.append([f"{name} {item_name}", f"no command: {why}", "-", "-", "-"])
+    return markdown_table(["item", "what", "recipes", "needs", "ours"], lines) + "\n"
 
 
 def pictures_table() -> str:
     """What was run at toy scale: commit, command and picture of docs/papers.md."""
     record = json.loads(RECORD.read_text())["items"]
-    lines = ["| item | commit | steps, seeds | picture |", "|---|---|---|---|"]
+    lines = []
     for item, found in record.items():
         picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace(
             "(../docs/", "("
         )
-        lines.append(
-            f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |"
-        )
-    return "\n".join(lines) + "\n"
+        size = f"{found['steps']}, {found['seeds']}"
+        lines.append([f"`{item}`", found["commit"], size, picture])
+    return markdown_table(["item", "commit", "steps, seeds", "picture"], lines) + "\n"
 
 
 def _planned(run: Run) -> tuple[int, float]:

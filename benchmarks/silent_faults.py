@@ -26,6 +26,7 @@ import ray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record  # noqa: E402
+from benchmarks.harness import markdown_table  # noqa: E402
 from benchmarks.silent import faults, lab  # noqa: E402
 from openrlhf_ext.run.corridor import Corridor, bands_of, is_banded  # noqa: E402
 
@@ -196,14 +197,14 @@ def _about() -> str:
 
 
 def _table() -> str:
-    lines = ["| lab | published | fault | noticed by | after steps |", "|---|---|---|---|---|"]
+    rows = []
     for each in record.load(RESULT.name)["faults"]:
         by = ", ".join(f"`{name}`" for name in each["by"][:3]) + (
             ", ..." if len(each["by"]) > 3 else ""
         )
         after = "**not noticed**" if each["after"] is None else each["after"]
-        lines.append(f"| {each['lab']} | {each['issue']} | {each['what']} | {by} | {after} |")
-    return "\n".join(lines)
+        rows.append([each["lab"], each["issue"], each["what"], by, after])
+    return markdown_table(["lab", "published", "fault", "noticed by", "after steps"], rows)
 
 
 TEXTS = {"about": _about, "table": _table}
