@@ -18,12 +18,6 @@ from benchmarks.harness import markdown_table
 
 OVERVIEW = record.ROOT / "docs/algorithms.md"
 COST_VARIANTS = ("gtpo_entropy v6 batch scopes", "gtpo_conflict official")
-TOKEN_KINDS = {
-    "text": "text with shared beginnings and ends",
-    "small": "random ids of a vocabulary of 8",
-    "shared": "every token in conflict",
-    "distinct": "none in conflict",
-}
 OVERVIEW_ROW = re.compile(
     r"^(\| \[`(\w+)`\]\(methods\.md#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE
 )
@@ -47,7 +41,7 @@ def label(name: str) -> str:
 
 
 def speed() -> str:
-    """docs/methods.md: `shape` and `loss` of every method, `prepare`, and conflict masks."""
+    """docs/methods.md: `shape` and `loss` of every method, and `prepare`."""
     found = record.load("algorithms.json")
     clock = {"wall": "wall clock", "cpu": "processor time"}[found["clock"]]
     millions = parts()["loss"]["_tokens"] / 1e6
@@ -63,14 +57,9 @@ def speed() -> str:
         for name, entry in parts()["loss"].items()
         if isinstance(entry, dict) and "prepare_seconds" in entry
     ]
-    speedups = [
-        f"{parts()['conflict'][kind]['speedup']:.0f}x ({words})"
-        for kind, words in TOKEN_KINDS.items()
-    ]
     ends = (
         f"`prepare` of those {millions:.1f} million tokens, besides the forward pass it needs: "
-        f"{', '.join(prepared)}.\n\nConflict masks at 8 x 16 x 1,024 against the textbook triple "
-        f"loop: {', '.join(speedups)}."
+        f"{', '.join(prepared)}."
     )
     return "\n\n".join([record.wrapped(about), cost_table(), record.wrapped(ends)])
 

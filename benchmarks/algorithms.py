@@ -7,7 +7,6 @@ Parts:
   shape     time and extra memory of `shape` of every method, against one masked mean-and-std pass
             over the entropies
   loss      time of `loss` with backward, against plain clipped PPO on the same tensors
-  conflict  conflict masks against the textbook triple loop
 
 `benchmarks/algorithm_tables.py` makes the tables of docs/algorithms.md and docs/methods.md from the
 record. A ratio is that of the minima over the repeats; the JSON keeps mean, standard deviation, and
@@ -31,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import record
 from benchmarks.harness import Work, peak_extra_bytes, seconds_in_turns, summary
 from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
-from openrlhf_ext.algorithms.conflict_mask import conflict_spans
-from openrlhf_ext.algorithms.groups import Groups
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS
 
 METHODS: dict[str, dict] = {
@@ -78,19 +75,12 @@ def timed(args: argparse.Namespace, **works: Work) -> dict[str, list[float]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text") -> RolloutBatch:
+def make_batch(prompts: int, size: int, positions: int) -> RolloutBatch:
     """A rollout batch: float32, half of the completions correct; every completion has all
-    positions.
-
-    Args:
-        tokens: "text": completions of a prompt share a random prefix of up to 64 and a suffix of 4
-            ids, the rest is drawn from 150,000 ids. "shared": all completions of a prompt are equal
-            (every token is in conflict). "distinct": no two completions share an id anywhere.
-            "small": ids from a vocabulary of 8.
-    """
+    positions."""
     generator = torch.Generator().manual_seed(0)
     rows = prompts * size
-    token_BT = make_tokens(tokens, prompts, size, positions, generator)
+    token_BT = make_tokens(prompts, size, positions, generator)
     count = rows * positions
     return RolloutBatch(
         tokens=token_BT.view(-1),
@@ -105,20 +95,10 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text")
     )
 
 
-def make_tokens(
-    kind: str, prompts: int, size: int, positions: int, generator: torch.Generator
-) -> Tensor:
-    rows = prompts * size
-    if kind == "shared":
-        return torch.randint(
-            0, 150_000, (prompts, positions), generator=generator
-        ).repeat_interleave(size, dim=0)
-    if kind == "distinct":
-        multiple_BT = torch.randint(0, 100, (rows, positions), generator=generator)
-        return (torch.arange(rows) % size)[:, None] + size * multiple_BT
-    if kind == "small":
-        return torch.randint(0, 8, (rows, positions), generator=generator)
-    token_BT = torch.randint(0, 150_000, (rows, positions), generator=generator)
+def make_tokens(prompts: int, size: int, positions: int, generator: torch.Generator) -> Tensor:
+    """Completions of a prompt share a random prefix of up to 64 and a suffix of 4 ids; the rest is
+    drawn from 150,000 ids."""
+    token_BT = torch.randint(0, 150_000, (prompts * size, positions), generator=generator)
     prefix = min(64, positions)
     shared = torch.randint(0, 150_000, (prompts, positions), generator=generator).repeat_interleave(
         size, dim=0
@@ -174,11 +154,12 @@ def plain_ppo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor
 # --------------------------------------------------------------------------------------------------
 
 
-def configurations(names: list[str] | None) -> Iterator[tuple[str, str, dict]]:
-    every = {name: (name, options) for name, options in METHODS.items()} | VARIANTS
-    for label, (name, options) in every.items():
-        if names is None or label in names:
-            yield label, name, options
+def configurations() -> Iterator[tuple[str, str, dict]]:
+    """Label, method, and options."""
+    for name, options in METHODS.items():
+        yield name, name, options
+    for label, (name, options) in VARIANTS.items():
+        yield label, name, options
 
 
 def part_shape(args: argparse.Namespace) -> dict:
@@ -186,7 +167,7 @@ def part_shape(args: argparse.Namespace) -> dict:
     entropies_BT, mask_BT = table(batch)
     entropy_bytes = batch.entropies.numel() * batch.entropies.element_size()
     out: dict = {}
-    for label, name, options in configurations(args.methods):
+    for label, name, options in configurations():
         algorithm = get_algorithm(name, **options)
         seconds = timed(
             args,
@@ -214,7 +195,7 @@ def part_loss(args: argparse.Namespace) -> dict:
     mask_N = torch.ones_like(batch.old_logprobs, dtype=torch.bool)
     new_N = (batch.old_logprobs + 0.05 * torch.randn(batch.old_logprobs.shape)).requires_grad_()
     out: dict = {"_tokens": prompts * args.size * args.positions}
-    for label, name, options in configurations(args.methods):
+    for label, name, options in configurations():
         algorithm = get_algorithm(name, **options)
         shaped = algorithm.shape(batch).lean()
         shaped = algorithm.prepare(new_N.detach(), shaped)
@@ -243,72 +224,12 @@ def part_loss(args: argparse.Namespace) -> dict:
     return out
 
 
-def triple_loop(tokens: list[list[int]], signs: list[int], backward: bool) -> list[list[bool]]:
-    """Textbook conflict mask of one group: for each completion, each position, each partner; then
-    the run."""
-    if backward:
-        tokens = [row[::-1] for row in tokens]
-    out = []
-    for i, row in enumerate(tokens):
-        mask = [False] * len(row)
-        for position in range(len(row)):
-            for j, other in enumerate(tokens):
-                if signs[i] * signs[j] < 0 and other[position] == row[position]:
-                    mask[position] = True
-        run = next((p for p, flag in enumerate(mask) if not flag), len(mask))
-        mask = [p < run for p in range(len(row))]
-        out.append(mask[::-1] if backward else mask)
-    return out
-
-
-def part_conflict(args: argparse.Namespace) -> dict:
-    out: dict = {}
-    for kind in ("text", "small", "shared", "distinct"):
-        batch = make_batch(8, 16, 1024, tokens=kind)
-        groups = Groups.of(batch)
-        sign_B = batch.rewards.double() * 2 - 1
-
-        def ours(
-            batch: RolloutBatch = batch, groups: Groups = groups, sign_B: Tensor = sign_B
-        ) -> list[Tensor]:
-            return [
-                conflict_spans(batch.tokens, groups, sign_B, backward=flag).mask(batch.segments)
-                for flag in (False, True)
-            ]
-
-        def textbook(batch: RolloutBatch = batch, sign_B: Tensor = sign_B) -> list[Tensor]:
-            cuts = [slice(16 * g, 16 * g + 16) for g in range(8)]
-            rows = batch.tokens.view(len(sign_B), -1)
-            lists = [(rows[cut].tolist(), sign_B[cut].tolist()) for cut in cuts]
-            return [
-                torch.tensor([f for t, s in lists for r in triple_loop(t, s, flag) for f in r])
-                for flag in (0, 1)
-            ]
-
-        if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
-            raise AssertionError(f"conflict masks differ from the triple loop on {kind} tokens")
-        seconds = timed(args, ours=ours, textbook=textbook)
-        out[kind] = {
-            "seconds": summary(seconds["ours"]),
-            "baseline_seconds": summary(seconds["textbook"]),
-            "speedup": min(seconds["textbook"]) / min(seconds["ours"]),
-        }
-        report("conflict", kind, out[kind])
-    return out
-
-
-PARTS = {"shape": part_shape, "loss": part_loss, "conflict": part_conflict}
+PARTS = {"shape": part_shape, "loss": part_loss}
 
 
 def report(part: str, label: str, row: dict) -> None:
-    ratio = row.get("ratio", row.get("speedup"))
-    memory = row.get("extra_memory_over_entropies")
-    tail = (
-        ""
-        if memory is None
-        else f"  {row['ratio_to_blocked_baseline']:6.2f}x blocked  memory {memory:.2f}x"
-    )
-    sys.stderr.write(f"{part:9s} {label:44s} {row['seconds']['min']:9.4f} s  {ratio:8.2f}x{tail}\n")
+    seconds = row["seconds"]["min"]
+    sys.stderr.write(f"{part:9s} {label:44s} {seconds:9.4f} s  {row['ratio']:8.2f}x\n")
 
 
 def main() -> None:
@@ -316,7 +237,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="default: all")
-    parser.add_argument("--methods", nargs="*", help="labels of the methods to run; default: all")
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--size", type=int, default=16, help="completions per prompt")
     parser.add_argument("--positions", type=int, default=4096)

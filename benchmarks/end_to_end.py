@@ -485,8 +485,7 @@ def summary_line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"failed: {result['error'].splitlines()[-1]}"
     row = run_row(result)
-    seconds = ", ".join(f"{phase} {row[phase]:.2f}" for phase in PHASES)
-    return f"{row['step']:.2f} s a step ({seconds}), {row['tokens_per_second']:.0f} tokens/s"
+    return f"{row['step']:.2f} s a step, {row['tokens_per_second']:.0f} tokens/s"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -527,16 +526,7 @@ def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
         values = [row[name] for row in rows]
         # a run that never reached the accuracy, or was not evaluated, has no such number
         about[name] = None if None in values else spread(values)
-    curves = [curve(result) for result in results]
-    return about | {"versions": results[0]["versions"], "curves": curves}
-
-
-def curve(result: dict[str, Any]) -> list[list[float]]:
-    """Seconds of training and held-out accuracy, for every evaluation."""
-    seconds = [0.0]
-    for step in result["steps"]:
-        seconds.append(seconds[-1] + step["step"])
-    return [[round(seconds[step], 2), accuracy] for step, accuracy in result["accuracy"]]
+    return about | {"versions": results[0]["versions"]}
 
 
 def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ ratios of one run.
 
 For every number of tokens and hidden size, with the whole vocabulary and with one of eight shards:
 the forward pass (log-probability and entropy of every token), and the same with the gradients of
-hidden states and weight. bf16 on a GPU, fp32 on a CPU. Public kernels run where they are installed.
+hidden states and weight. bf16 on a GPU, fp32 on a CPU.
 
 Yardsticks:
   products  the bare matrix products alone, each in its own fastest tiling of several: 1 product for
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -223,29 +222,6 @@ def check_equal() -> None:
         torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-4)
 
 
-def peers(problem: Problem) -> dict[str, Work]:
-    """Public kernels that are installed here."""
-    found: dict[str, Work] = {}
-    if importlib.util.find_spec("verl"):
-        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-        def verl() -> object:
-            logprob_T, _ = linear_cross_entropy(
-                problem.hidden_TH, problem.weight_VH, problem.target_T, 1.0, "none"
-            )
-            return problem.gradients((logprob_T * problem.slope_T).sum())
-
-        found["verl linear_cross_entropy"] = verl
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss()
-        found["liger cross-entropy (loss only)"] = lambda: problem.gradients(
-            loss(problem.weight_VH, problem.hidden_TH, problem.target_T)
-        )
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 # --------------------------------------------------------------------------------------------------
@@ -256,11 +232,7 @@ def row(tokens: int, hidden: int, vocab: int, device: str, repeats: int) -> dict
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     problem = Problem(tokens, hidden, vocab, device, dtype)
     forward = {"forward ours": problem.ours}
-    backward = {
-        "token loss": problem.ours_token_loss,
-        "logprob": problem.ours_backward,
-        **peers(problem),
-    }
+    backward = {"token loss": problem.ours_token_loss, "logprob": problem.ours_backward}
     if tokens <= 8192:  # more do not fit
         forward["forward full"] = problem.full
         backward["full"] = problem.full_backward

@@ -472,9 +472,6 @@ _ENGINE = {
     "again_seconds": "again s",
     "prefill_tokens_per_second": "prefill tokens/s",
     "decode_tokens_per_second": "decode tokens/s",
-    "sleep_seconds": "sleep s",
-    "wake_seconds": "wake s",
-    "reload_seconds": "reload s",
 }
 
 
@@ -488,9 +485,7 @@ def _engines(report: dict[str, Any]) -> str:
         f"vLLM's engine ({place(report)})",
         f"{settings['num_layers']} layers of these sizes, random weights, "
         f"{settings['sequences']} sequences of {settings['prompt_tokens']} tokens and "
-        f"{settings['new_tokens']} more. The first batch compiles kernels. Reload: weights read "
-        "from the disk again, and quantized, after sleep of level 2 where there is a GPU; a run "
-        "gets them from the policy instead.",
+        f"{settings['new_tokens']} more. The first batch compiles kernels.",
         ["engine", *_ENGINE.values()],
         rows,
     )

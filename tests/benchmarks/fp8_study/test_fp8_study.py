@@ -146,7 +146,7 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(
         "say nothing about the speed of a GPU",
         study.report["hardware"]["cpu"],
         "Relative error",
-        "torch._scaled_mm on a CPU",
+        "none on a CPU",
         "mean abs dlogp",
         "An emulation recommends none",
         "| current | 32 | 2 | - |",
@@ -182,10 +182,8 @@ def test_time_that_is_up_ends_it_and_the_next_run_goes_on(study: Study) -> None:
     code, text = study.main(LINEAR, "--minutes", str(PATIENCE_S / 60))
     assert code == 0 and study.statuses == {"linear/current": "passed"}, text
     for row in study.report["cells"]["linear/current"]["measured"]["micro_batches"]:
-        assert (
-            row["emulation_against_peer"]["dw"] <= 1e-6
-            and 0.03 < row["emulation_against_exact"]["y"] < 0.045
-        )
+        assert row["emulation_against_peer"] is None
+        assert 0.03 < row["emulation_against_exact"]["y"] < 0.045
 
 
 def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Study) -> None:
@@ -495,12 +493,12 @@ def test_the_recipe_to_take_is_the_fastest_that_is_worth_it(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_an_fp8_engine_starts_generates_and_reloads(study: Study, monkeypatch) -> None:
+def test_an_fp8_engine_starts_and_generates(study: Study, monkeypatch) -> None:
     monkeypatch.setattr(fp8_study, "cells_of", lambda *_, **__: [Cell("engine", "blockwise")])
     code, text = study.main("kinds: [engine]\n", "--minutes", str(PATIENCE_S / 60))
     assert code == 0 and study.statuses == {"engine/blockwise": "passed"}, text
     engine_cell = study.report["cells"]["engine/blockwise"]["measured"]
-    assert engine_cell["decode_tokens_per_second"] > 0 and engine_cell["reload_seconds"] > 0
+    assert engine_cell["decode_tokens_per_second"] > 0
 
 
 def test_how_far_trainers_are_from_engines_by_what_the_policy_has_sampled() -> None:
@@ -584,7 +582,6 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
         "engine/blockwise": {
             "start_seconds": 31.5,
             "first_batch_seconds": 12.25,
-            "reload_seconds": 1.5,
         },
         "mismatch/emulated": {
             "cells": [
@@ -645,7 +642,7 @@ def test_the_page_of_a_gpu(tmp_path: Path) -> None:
         "| blockwise | 4096 | 1 | - | 23.000 | 14.000 | 30% | 57% | 13% | products 75%, norms "
         "25% | 1.50 | 1.00 |",
         "Closest to FP8 engines, emulated: blockwise (kl/rollout 1.00e-03)",
-        "| blockwise | 31.5 | 12.25 | - |",
+        "| blockwise | 31.5 | 12.25 | - | - | - |",
         "| none | 9.5 | - | - | 4.5 | - | 7.00e-04 | 3.00e-02 |",
         "| layers/bf16/4096 | 7 | 1500 / 1777 / 1980 |",
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
