@@ -295,7 +295,7 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.shape import ModelShape
     from openrlhf_ext.options.sections import Megatron
-    from openrlhf_ext.tools.plan.memory import Pass, activations
+    from openrlhf_ext.planning.memory import Pass, activations
 
     work = Pass(tokens, megatron=Megatron(**megatron))
     kept = activations(ModelShape(**RANK), ParallelLayout(1), 0, work, 1)

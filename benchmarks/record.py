@@ -84,7 +84,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/model",
         "openrlhf_ext/rollout/sync/cuda_ipc.py",
     ),
-    "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
+    "plan_cpu.json": ("openrlhf_ext/planning", "benchmarks/published_steps.json"),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "real_model.json": (
         "configs/real_model.yaml",

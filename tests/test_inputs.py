@@ -27,13 +27,9 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.files import (
-    DatasetRef,
-    parameter_count,
-    tokenizer_difference,
-    tokenizer_fault,
-)
+from openrlhf_ext.config.files import DatasetRef, parameter_count
 from openrlhf_ext.config.records import Wanted, open_source, scan_records
+from openrlhf_ext.config.tokenizers import tokenizer_difference, tokenizer_fault
 from openrlhf_ext.inputs import InputError, decode
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
-from openrlhf_ext.config.files import tokenizer_fault
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.fp8.quantize import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import (
     BY_COLUMNS,

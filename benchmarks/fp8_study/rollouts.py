@@ -61,7 +61,7 @@ def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int
         "skip_tokenizer_init": True,
     }
     if way != BF16:
-        from openrlhf_ext.rollout.worker_extension import with_quantized_layers
+        from openrlhf_ext.rollout.quantized import with_quantized_layers
 
         arguments = with_quantized_layers(arguments, [])
     from vllm import LLM
@@ -73,7 +73,7 @@ def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int
 
 
 def _require_fp8(model: torch.nn.Module) -> None:
-    from openrlhf_ext.rollout.worker_extension import require_fp8
+    from openrlhf_ext.rollout.quantized import require_fp8
 
     require_fp8(model, [])
 

@@ -168,9 +168,9 @@ class Lab:
             yield self
 
     def loop(self, config: RunConfig, resumed: Any, events: EventLog) -> TrainingLoop:
-        parts = dataclasses.replace(self.parts, resumed=resumed, events=events)
+        parts = dataclasses.replace(self.parts, config=config, resumed=resumed, events=events)
         parts.supervisor._events = events
-        return job.build_loop(config, parts)
+        return job.build_loop(parts)
 
     def trial(
         self, seed: int, fault: Fault | None = None, steps: int = STEPS, **more: object

@@ -26,9 +26,9 @@ from benchmarks.study.runs import Places, Rows, Run, execute, finished, missing,
 from benchmarks.study.settings import StudyError, only, read_study
 from openrlhf_ext import patches
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.outputs import in_one_piece
-from openrlhf_ext.rewards.worker import die_with
 
 _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
 """What a run is: the module that does it."""

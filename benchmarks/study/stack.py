@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.outcomes import SHAPED
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.reporting.lines import read_lines
-from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.tools.evaluate.problems import load_problems
 
 _LOGS = "reward_log/"

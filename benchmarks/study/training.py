@@ -34,9 +34,9 @@ from openrlhf_ext.algorithms import (
     get_algorithm,
     mean_entropies,
 )
-from openrlhf_ext.algorithms.groups import group_chunks, mini_batch_order
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
+from openrlhf_ext.megatron.step.dealing import group_chunks, mini_batch_order
 from openrlhf_ext.megatron.step.optimizer import warmup_steps
 from openrlhf_ext.rewards.counting import pass_at_k
 from openrlhf_ext.rewards.grading import parse_answer

@@ -250,9 +250,9 @@ def _paired(
             other_commits += 1
         else:
             found = [
-                outcome(first, contrast.outcome) - outcome(second, contrast.outcome)
+                outcome(first, contrast.outcome) - outcome(second, contrast.outcome)  # type: ignore[arg-type]
                 for first, second in pairs
-            ]  # type: ignore[arg-type]
+            ]
             if any(map(math.isnan, found)):
                 undefined += 1
             else:

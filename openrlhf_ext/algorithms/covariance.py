@@ -18,9 +18,8 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import LossBatch, Total
 from openrlhf_ext.algorithms.batch import check_values
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.groups import group_index
-from openrlhf_ext.algorithms.losses import TokenAlgorithm, masked_log_ratio, promote
+from openrlhf_ext.algorithms.losses import GroupRelative, TokenAlgorithm, masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,

@@ -9,8 +9,6 @@ Shape suffixes: B = completions, Q = groups.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -206,25 +204,6 @@ def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
             "finish reason"
         )
     return ~batch.truncated
-
-
-def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
-    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be
-    smaller."""
-    per_step = max(1, mini_batch_size // group_size) * group_size
-    for start in range(0, samples, per_step):
-        yield slice(start, min(start + per_step, samples))
-
-
-def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[int]:
-    """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer
-    steps of ``per_step``
-    groups: a permutation, so that no step holds the prompts that begin alike. As they are where
-    there is one step."""
-    order = list(range(groups))
-    if groups > per_step:
-        random.Random(f"{seed} {batch}").shuffle(order)
-    return order
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def show(text: object, file: Any = None, errors: str = "backslashreplace") -> No
 
 def chosen_layout(config: Any) -> Mapping[str, Any]:
     """What ``megatron.layout auto`` comes to."""
-    from openrlhf_ext.tools.plan import fit
+    from openrlhf_ext.planning import fit
 
     return fit.choice(config)
 

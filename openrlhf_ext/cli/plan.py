@@ -27,8 +27,8 @@ from openrlhf_ext.outputs import aligned, write_text
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.layout import ParallelLayout
-    from openrlhf_ext.tools.plan.candidate import Candidate
-    from openrlhf_ext.tools.plan.search import Planner
+    from openrlhf_ext.planning.candidate import Candidate
+    from openrlhf_ext.planning.search import Planner
 
 _GIB = 1 << 30
 _SHOWN = 10
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     if _FROM in argv:
         return _translate(argv[: argv.index(_FROM)], argv[argv.index(_FROM) + 1 :])
     arguments, words = _parse(argv)
-    from openrlhf_ext.tools.plan.candidate import PlanError
-    from openrlhf_ext.tools.plan.search import Planner
-    from openrlhf_ext.tools.plan.seconds import card
+    from openrlhf_ext.planning.candidate import PlanError
+    from openrlhf_ext.planning.search import Planner
+    from openrlhf_ext.planning.seconds import card
 
     try:
         config = _load(words)
@@ -98,7 +98,7 @@ def _translate(ahead: list[str], words: list[str]) -> int:
 def _load(words: list[str]) -> RunConfig:
     """The run's configuration. An estimator that it lacks is one without a critic, a group size the
     usual one, and both are said."""
-    from openrlhf_ext.tools.plan.search import CHOSEN
+    from openrlhf_ext.planning.search import CHOSEN
 
     usual = {_ESTIMATOR: _USUAL_ESTIMATOR}
     try:
@@ -215,7 +215,7 @@ def _head(planner: Planner, gpus: int) -> Iterator[str]:
 
 
 def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.candidate import ALIKE
+    from openrlhf_ext.planning.candidate import ALIKE
 
     fitting = [candidate for candidate in found if candidate.seconds]
     shown = _distinct(fitting)[:_SHOWN]
@@ -273,7 +273,7 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _disk(planner: Planner) -> dict[str, int]:
-    from openrlhf_ext.tools.plan.memory import checkpoints
+    from openrlhf_ext.planning.memory import checkpoints
 
     return checkpoints(planner.config, planner.parameters, planner.adapters)
 
@@ -403,7 +403,7 @@ def _parts(parts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
-    from openrlhf_ext.tools.plan.candidate import SHARE
+    from openrlhf_ext.planning.candidate import SHARE
 
     lines = [
         f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"

@@ -22,11 +22,12 @@ from openrlhf_ext.config import (
     placement_table,
 )
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.driver import guard, preflight
+from openrlhf_ext.config.trained import TrainedConfig
+from openrlhf_ext.driver import guard, preflight, trials
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import TerminalHandler
+from openrlhf_ext.run.preflight import unseen_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +84,7 @@ def _loaded(argv: list[str]) -> RunConfig:
     try:
         return load_config(argv, more_rules=rules, choice=chosen_layout)
     except ConfigError as error:
-        raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
+        raise (trials.with_user_code(error, seen[0]) if seen else error) from None
 
 
 @contextlib.contextmanager
@@ -100,7 +101,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def findings(config: RunConfig) -> Findings:
     """What the driver and the planner know beyond the configuration's own rules."""
-    from openrlhf_ext.tools.plan import fit
+    from openrlhf_ext.planning import fit
 
     found = (preflight.findings(config), fit.findings(config))
     return Findings(
@@ -111,13 +112,12 @@ def findings(config: RunConfig) -> Findings:
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     from openrlhf_ext.driver.job import run
-    from openrlhf_ext.tools.plan.fit import laid_out
 
-    return _reporting_faults(lambda: run(config, watched, restart, laid_out))
+    return _reporting_faults(lambda: run(config, watched, restart))
 
 
 def dry_run(
-    config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()
+    config: RunConfig, trials: Sequence[trials.Tried] = (), resumption: Sequence[str] = ()
 ) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then
     the configuration.
@@ -131,7 +131,7 @@ def dry_run(
 
     apply()
     with without_collection():
-        from openrlhf_ext.tools.plan.fit import verdict
+        from openrlhf_ext.planning.fit import verdict
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
     try:
@@ -143,7 +143,7 @@ def dry_run(
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
-    unknown = [f"{name}, which is not on this machine" for name in preflight.unseen_inputs(config)]
+    unknown = [f"{name}, which is not on this machine" for name in unseen_inputs(config)]
     unknown += [f"{trial.option} raised in its trial" for trial in trials if trial.raised]
     text = f"cannot say: {'; '.join(unknown)}" if unknown and found.starts else found.text
     lines = [*found.details, *resumption, *(redact(str(trial)) for trial in trials)]
@@ -155,7 +155,7 @@ def dry_run(
 
 
 def dry_run_json(
-    config: RunConfig, trials: Sequence[preflight.Tried], resumption: Sequence[str]
+    config: RunConfig, trials: Sequence[trials.Tried], resumption: Sequence[str]
 ) -> int:
     """The same; unless the run would not start, prints what its first event would say, for
     programs."""
@@ -168,7 +168,7 @@ def dry_run_json(
     return status
 
 
-def layout_proofs(config: RunConfig | SupervisedConfig) -> Iterator[str]:
+def layout_proofs(config: TrainedConfig) -> Iterator[str]:
     """The models that are trained and the reward model, every distinct rank built on the meta
     device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES

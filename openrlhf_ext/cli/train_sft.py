@@ -20,11 +20,12 @@ from pathlib import Path
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.cli.main import chosen_layout, show
 from openrlhf_ext.config import ConfigError, Findings
-from openrlhf_ext.config.files import downloaded, tokenizer_fault
+from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.load import load
-from openrlhf_ext.config.rules import check_supervised
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft_rules import check_supervised
 from openrlhf_ext.config.show import format_options
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog, TerminalHandler
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             logger.error("the run failed: %s", error)
         return 1
     except Exception as error:
-        from openrlhf_ext.megatron.watchdog import RanksMissingError
+        from openrlhf_ext.groups.watchdog import RanksMissingError
 
         if not isinstance(error, RanksMissingError):
             raise
@@ -97,8 +98,8 @@ def start(words: list[str]) -> int:
 
 
 def _findings(config: SupervisedConfig) -> Findings:
+    from openrlhf_ext.planning import fit
     from openrlhf_ext.run import corridor
-    from openrlhf_ext.tools.plan import fit
 
     found = fit.findings(config)
     return Findings((*found.violations, *corridor.violations(config)), found.warnings)
@@ -106,7 +107,7 @@ def _findings(config: SupervisedConfig) -> Findings:
 
 def launch(config: SupervisedConfig, words: list[str]) -> int:
     """Starts this command once for every rank, hands signals on, and ends all if one fails."""
-    from openrlhf_ext.stores import open_store
+    from openrlhf_ext.groups.stores import open_store
 
     with own_folders(config):  # by rank 0, too, but then each rank would say what is wrong
         pass
@@ -185,10 +186,10 @@ def _downloaded(config: SupervisedConfig) -> str | None:
 
 def run(config: SupervisedConfig) -> int:
     """This process as a rank."""
+    from openrlhf_ext.groups.processes import die_with
+    from openrlhf_ext.groups.stores import open_store
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
-    from openrlhf_ext.rewards.worker import die_with
-    from openrlhf_ext.stores import open_store
 
     apply()
     if _LAUNCHER in os.environ:
@@ -217,9 +218,9 @@ def dry_run(config: SupervisedConfig) -> int:
     laid out so, 3 if a model or data that is not here leaves it open. Raises ConfigError: lists
     what going on would refuse."""
     from openrlhf_ext.cli.train_ppo_ray import layout_proofs
-    from openrlhf_ext.driver.preflight import trained_model, unseen_inputs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
+    from openrlhf_ext.run.preflight import trained_model, unseen_inputs
 
     apply()
     with without_collection():

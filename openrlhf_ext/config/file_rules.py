@@ -18,11 +18,11 @@ from openrlhf_ext.config.files import (
     is_url,
     parameter_count,
     require_definition,
-    tokenizer_fault,
 )
 from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import tokenizer_fault
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.inputs import InputError, similar_path, split_inputs
 from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.options.sections.evaluation import named_parts
@@ -102,53 +102,17 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     if data.prompt_dataset is not None:
         counts: list[int | None] = []
-        yield from _dataset_violations(
+        yield from dataset_violations(
             "data.prompt_dataset", data.prompt_dataset, data.prompt_split, wanted, counts
         )
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
     if config.eval.paths is not None:
-        yield from _dataset_violations(
+        yield from dataset_violations(
             "eval.dataset", config.eval.paths, config.eval.split, wanted, []
         )
 
 
-def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
-    """Examples of supervised fine-tuning are given, and have answers."""
-    data, plain = config.data, config.model.pretrain_mode_enable
-    if data.dataset is None and not config.dry_run:
-        yield Violation(
-            ("data.dataset",),
-            "data.dataset is required: a .jsonl file of examples, a folder or a hub name",
-        )
-    if not (data.apply_chat_template or data.output_key or plain):
-        yield Violation(
-            ("data.output_key", "data.apply_chat_template", "model.pretrain_mode_enable"),
-            "data.output_key is required, the key of the answers: without it only a chat "
-            "(data.apply_chat_template) or plain text (model.pretrain_mode_enable) can be "
-            "trained on",
-        )
-    if data.multiturn and data.output_key is not None:
-        yield Violation(
-            ("data.multiturn", "data.output_key"),
-            "data.multiturn reads whole chats of data.input_key: leave data.output_key "
-            f"{data.output_key} out",
-        )
-    wanted = wanted_examples(config)
-    if data.dataset is not None:
-        yield from _dataset_violations("data.dataset", data.dataset, data.dataset_split, wanted, [])
-    if config.eval.dataset is not None:
-        yield from _dataset_violations(
-            "eval.dataset", config.eval.dataset, config.eval.split, wanted, []
-        )
-
-
-def wanted_examples(config: SupervisedConfig) -> Wanted:
-    data, plain = config.data, config.model.pretrain_mode_enable
-    label = None if plain else data.output_key
-    return Wanted(data.input_key, label, data.apply_chat_template, not plain, "data.output_key")
-
-
-def _dataset_violations(
+def dataset_violations(
     option: str, value: str, split: str | None, wanted: Wanted, counts: list[int | None]
 ) -> Iterator[Violation]:
     """Each dataset exists, and all of its records have the keys and the prompt form that will be
@@ -285,7 +249,7 @@ class Output:
         return Path(self.path).resolve() if self.is_folder else Path(self.path).resolve().parent
 
 
-def output_violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def output_violations(config: TrainedConfig) -> Iterator[Violation]:
     paths = [
         (option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()
     ]

@@ -10,19 +10,15 @@ from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
-from openrlhf_ext.config.files import (
-    has_weights,
-    model_folder,
-    tokenizer_difference,
-    unknown_tokens,
-)
+from openrlhf_ext.config.files import has_weights, model_folder
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.tokenizers import tokenizer_difference, unknown_tokens
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.adapter import chosen_adapter
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_scale
-from openrlhf_ext.options import Section, Violation
+from openrlhf_ext.options import Section, Violation, value_of
 from openrlhf_ext.options.sections import Megatron
 
 # a violation has its options and its words, as in a table
@@ -50,7 +46,7 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
         yield from _guide_rules(config, policy)
 
 
-def trained_violations(config: RunConfig | SupervisedConfig, *, chat: bool) -> Iterator[Violation]:
+def trained_violations(config: TrainedConfig, *, chat: bool) -> Iterator[Violation]:
     """Those about the model under training; ``chat``: its tokenizer has to have a template."""
     option, folder = config.model_options[0], config.model_path
     model, problems = local_shape(option, folder)
@@ -83,9 +79,7 @@ def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[
         return None, [Violation((option,), f"{option}: {error}")]
 
 
-def shape_violations(
-    config: RunConfig | SupervisedConfig, model: ModelShape, option: str
-) -> Iterator[Violation]:
+def shape_violations(config: TrainedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What holds for a model under training, and for a guide, which is laid out and sampled from as
     the policy."""
     yield from divisible(option, model, "megatron.{}".format, config.megatron)
@@ -98,7 +92,7 @@ def shape_violations(
     yield from precision.widths(option, model, config)
 
 
-def _adapter_rules(config: RunConfig | SupervisedConfig, model: ModelShape) -> Iterator[Violation]:
+def _adapter_rules(config: TrainedConfig, model: ModelShape) -> Iterator[Violation]:
     lora = config.ds.lora
     name = "ds.lora.path" if lora.path is not None else "ds.lora.rank"
     if config.fp8.enable:
@@ -328,9 +322,7 @@ def _experts_can_be_cut(
         )
 
 
-def _mixture_rules(
-    config: RunConfig | SupervisedConfig, model: ModelShape, option: str
-) -> Iterator[Violation]:
+def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What a mixture of experts under training does not have."""
     for name, asked in (
         ("fp8.enable", config.fp8.enable),
@@ -379,16 +371,15 @@ def _no_experts(option: str, section: str, megatron: Section) -> Iterator[Violat
             )
 
 
-def _dense_rules(config: RunConfig | SupervisedConfig, option: str) -> Iterator[Violation]:
+def _dense_rules(config: TrainedConfig, option: str) -> Iterator[Violation]:
     """What a dense model under training does not have."""
     yield from _no_experts(option, "megatron", config.megatron)
-    trained = config.actor if isinstance(config, RunConfig) else config.model
-    if trained.aux_loss_coef:
-        name = f"{option.partition('.')[0]}.aux_loss_coef"
+    name = f"{config.trained}.aux_loss_coef"
+    if coefficient := value_of(config, name):
         yield Violation(
             (option, name),
             f"{name} is of mixtures of experts, the model of {option} is dense: got "
-            f"{trained.aux_loss_coef:g}; leave it out",
+            f"{coefficient:g}; leave it out",
         )
     if isinstance(config, RunConfig) and config.train.routing_replay != "off":
         yield Violation(
@@ -473,9 +464,7 @@ def _indivisible(option: str, size_option: str, size: int, what: str, count: int
     )
 
 
-def _positions(
-    option: str, model: ModelShape, config: RunConfig | SupervisedConfig
-) -> Iterator[Violation]:
+def _positions(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     max_len = config.data.max_len
     if model.max_positions is not None and max_len > model.max_positions:
         kind = model.rotary["rope_type"]

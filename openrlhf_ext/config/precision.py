@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.fp8.recipe import LayerShape, differing_tensors
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options import Violation
@@ -15,7 +15,7 @@ from openrlhf_ext.options import Violation
 _UNIT, _BLOCK = 16, 128
 
 
-def parameters(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def parameters(config: TrainedConfig) -> Iterator[Violation]:
     """Beside FP8 products the rest of a model runs in bf16; fp32 is for emulation, where nothing is
     to be saved."""
     if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
@@ -40,9 +40,7 @@ def determinism(config: RunConfig) -> Iterator[str]:
         )
 
 
-def layers(
-    option: str, model: ModelShape, config: RunConfig | SupervisedConfig
-) -> Iterator[Violation]:
+def layers(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     """FP8 is left with layers, and Megatron takes the others."""
     fp8, megatron = config.fp8, config.megatron
     if not (fp8.enable or fp8.rollout_enable):
@@ -73,9 +71,7 @@ def layers(
             )
 
 
-def widths(
-    option: str, model: ModelShape, config: RunConfig | SupervisedConfig
-) -> Iterator[Violation]:
+def widths(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     """TransformerEngine's products take the shards of the weights; the emulation cuts any width.
 
     Its FP8 products want multiples of 16, and blocks of activations that sequence parallelism

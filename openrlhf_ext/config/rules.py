@@ -9,16 +9,14 @@ of a model), which
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
-from openrlhf_ext.config.file_rules import example_violations, file_violations, output_violations
+from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import (
-    AS_TOKENIZER_JSON,
     dataset_refs,
     has_weights,
     inputs_of,
@@ -31,11 +29,11 @@ from openrlhf_ext.config.model_rules import (
     local_shape,
     model_violations,
     scaled_models,
-    trained_violations,
 )
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.inputs import InputError, shown
+from openrlhf_ext.config.tokenizers import AS_TOKENIZER_JSON
+from openrlhf_ext.config.trained import TrainedConfig
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
@@ -83,62 +81,6 @@ def check_settings(config: RunConfig) -> Findings:
     )
 
 
-def check_supervised(config: SupervisedConfig) -> Findings:
-    """Every rule of supervised fine-tuning."""
-    found = check_sections(config)
-    chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
-    rules = (
-        trained_layout,
-        optimizer_on_host,
-        recomputation,
-        precision.parameters,
-        output_violations,
-        example_violations,
-        launcher,
-    )
-    of_rules = [violation for rule in rules for violation in rule(config)]
-    if config.fp8.rollout_enable:
-        of_rules.append(
-            Violation(
-                ("fp8.rollout_enable",),
-                "fp8.rollout_enable is about rollout engines, which supervised training has "
-                "not: leave it out",
-            )
-        )
-    warnings = (*unexecuted_code(config), *found.warnings)
-    return Findings(
-        (*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings
-    )
-
-
-def launcher(config: SupervisedConfig) -> Iterator[Violation]:
-    """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were
-    asked for."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
-        if not (value := os.environ.get(name, "0")).isdecimal():
-            yield Violation(
-                (),
-                f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; "
-                "unset it",
-            )
-    if "WORLD_SIZE" not in os.environ:
-        return
-    option, ranks, total = (
-        "model.num_gpus_per_node",
-        config.model.num_gpus_per_node,
-        config.world_size,
-    )
-    if ranks is not None and (
-        total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)
-    ):
-        yield Violation(
-            (option,),
-            f"{option} {ranks} contradicts the launcher, which started {total} ranks "
-            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts "
-            "ranks itself",
-        )
-
-
 def check_sections(config: Configuration) -> Findings:
     """The rules of each section, and options without an effect."""
     sections = list(_sections(config))
@@ -158,7 +100,7 @@ def _sections(section: Section) -> Iterator[Section]:
 # -------------------------------------------------------------------------------------------
 
 
-def trained_layout(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def trained_layout(config: TrainedConfig) -> Iterator[Violation]:
     yield from _layout_violations(config.rank_options, "megatron", config.layout)
 
 
@@ -221,7 +163,7 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def optimizer_on_host(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def optimizer_on_host(config: TrainedConfig) -> Iterator[Violation]:
     """Adam's states wait in host memory as the distributed optimizer shares them out."""
     name = "megatron.distributed_optimizer_enable"
     if config.ds.optimizer_on_host and not config.megatron.distributed_optimizer_enable:
@@ -232,7 +174,7 @@ def optimizer_on_host(config: RunConfig | SupervisedConfig) -> Iterator[Violatio
         )
 
 
-def recomputation(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def recomputation(config: TrainedConfig) -> Iterator[Violation]:
     name = f"{config.trained}.gradient_checkpointing_enable"
     if value_of(config, name) and config.megatron.recompute == "none":
         yield Violation(
@@ -765,7 +707,7 @@ def hub_names(config: RunConfig) -> Iterator[str]:
                 )
 
 
-def unexecuted_code(config: RunConfig | SupervisedConfig) -> Iterator[str]:
+def unexecuted_code(config: TrainedConfig) -> Iterator[str]:
     for option in config.model_options:
         if names_code(folder := str(value_of(config, option) or "")):
             yield (

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.options import Int, added, is_set, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.algo import GUIDED, MIXED, OPENRLHF, OPENRLHF_KL
 from openrlhf_ext.options.sections.models import FP8
-from openrlhf_ext.options.table import Configuration, OptionTable, table_of
+from openrlhf_ext.options.table import OptionTable, table_of
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
@@ -18,7 +19,7 @@ _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
 _FP8_THRESHOLD = (2.0,)
 
 
-class RunConfig(Configuration):
+class RunConfig(TrainedConfig):
     """Options of ``openrlhf_ext.cli.train_ppo_ray``, typed; built and checked by
     :func:`load_config`.
 
@@ -37,8 +38,6 @@ unsets a value. --help SECTION shows one group, --help algo.ESTIMATOR the option
 OpenRLHF that are refused are listed at the end.
 """
     trained: ClassVar[str] = "actor"
-    """The section of the model under training: its options in messages of rules that all trainers
-    ask."""
     rank_options: ClassVar[str] = "actor.num_nodes * actor.num_gpus_per_node"
     data_options: ClassVar[tuple[str, ...]] = ("data.prompt_dataset", "eval.dataset")
     code_options: ClassVar[tuple[str, ...]] = (
@@ -92,23 +91,11 @@ OpenRLHF that are refused are listed at the end.
     def world_size(self) -> int:
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
-    @property
-    def layout(self) -> ParallelLayout:
-        return self.layout_on(self.world_size)
+    def as_run(self) -> RunConfig:
+        return self
 
     def layout_on(self, ranks: int) -> ParallelLayout:
         return ParallelLayout.of(self.megatron, ranks)
-
-    @property
-    def training_label(self) -> str:
-        """What of the policy's layers progress lines, records and checkpoints must not hide; mostly
-        empty."""
-        return self.fp8.training_label
-
-    @property
-    def model_path(self) -> str | None:
-        """Of the model under training."""
-        return self.actor.model_name_or_path
 
     @property
     def replays_rollout(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.options import Int, added, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.models import FP8, Optimizer
 from openrlhf_ext.options.sections.sft import (
@@ -20,14 +21,13 @@ from openrlhf_ext.options.sections.sft import (
     SupervisedLogger,
     SupervisedTrain,
 )
-from openrlhf_ext.options.table import Configuration
 
 # an option has its default and its meaning, as in a table
 
 
-class SupervisedConfig(Configuration, Optimizer):
+class SupervisedConfig(TrainedConfig, Optimizer):
     """Options of ``openrlhf_ext.cli.train_sft``, typed; built by ``load`` and checked by
-    ``rules.check_supervised``."""
+    ``sft_rules.check_supervised``."""
 
     needs = {
         "lr_scheduler!=constant": ("lr_warmup_ratio",),
@@ -41,7 +41,11 @@ class SupervisedConfig(Configuration, Optimizer):
     trained: ClassVar[str] = "model"
     rank_options: ClassVar[str] = "model.num_gpus_per_node"
     data_options: ClassVar[tuple[str, ...]] = ("data.dataset", "eval.dataset")
-    code_options: ClassVar[tuple[str, ...]] = ()
+    names_in_run: ClassVar[Mapping[str, str]] = {
+        "actor.num_nodes": "torchrun's --nnodes",
+        "actor.num_gpus_per_node": "model.num_gpus_per_node",
+        "actor.model_name_or_path": "model.model_name_or_path",
+    }
 
     model: Model = Model()
     megatron: sections.Megatron = sections.Megatron()
@@ -77,21 +81,25 @@ class SupervisedConfig(Configuration, Optimizer):
         return self.model.num_gpus_per_node or _gpus() or 1
 
     @property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout.of(self.megatron, self.world_size)
-
-    @property
-    def training_label(self) -> str:
-        """What of the layers records and checkpoints must not hide; mostly empty."""
-        return self.fp8.training_label
-
-    @property
-    def model_path(self) -> str | None:
-        return self.model.model_name_or_path
-
-    @property
     def model_options(self) -> list[str]:
         return ["model.model_name_or_path"]
+
+    def as_run(self) -> RunConfig:
+        """The run whose policy is trained as these options say; its engines matter to nobody."""
+        # of several nodes: more than the option takes
+        ranks = {"num_gpus_per_node": self.world_size}
+        actor = sections.Actor(model_name_or_path=self.model_path)
+        return RunConfig(
+            actor=actor.model_copy(update=ranks),
+            megatron=self.megatron,
+            fp8=self.fp8,
+            train=sections.Train(**dict(self.train)),
+            rollout=sections.Rollout(micro_batch_size=self.train.micro_batch_size),
+            data=sections.Data(max_len=self.data.max_len),
+            ds=sections.DeepSpeed(lora=self.ds.lora, adam_offload=self.ds.adam_offload),
+            weight_sync=sections.WeightSync(bucket_mib=1),
+            algo=sections.Algo(advantage=sections.Advantage(estimator="grpo")),
+        )
 
     def resolved(self) -> Iterable[tuple[str, Any]]:
         if self.model.gradient_checkpointing_enable:

@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.driver.guard import END_S, Guard, end_processes
-from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
+from openrlhf_ext.groups.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.run.ending import INTERRUPTED, hear_again
@@ -328,7 +328,7 @@ class RaySession:
         self.remember_children()
 
     def watch(self, group: str, addresses: list[Address]) -> None:
-        """Where the ranks of a group say what they are doing (``megatron.watchdog``), for
+        """Where the ranks of a group say what they are doing (``groups.watchdog``), for
         reports."""
         self._groups[group] = addresses
 

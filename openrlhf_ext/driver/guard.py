@@ -30,9 +30,9 @@ import psutil
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.about import last_words
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.locks import check_held, displaced
 from openrlhf_ext.reporting import EventLog, RunStatus
-from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.run.checkpoints import own_folders, resumption
 from openrlhf_ext.run.ending import INTERRUPTED, hear_again, listened
 

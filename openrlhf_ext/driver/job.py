@@ -6,12 +6,10 @@ import logging
 import math
 import signal
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,14 +25,15 @@ from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler
+from openrlhf_ext.driver.gauges import StepGauges
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.kl import KLCoefficient
+from openrlhf_ext.driver.loop import Parts, TrainingLoop
 from openrlhf_ext.driver.placement import RankGroup
-from openrlhf_ext.driver.preflight import library_chatter, try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
@@ -48,6 +47,7 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
+from openrlhf_ext.driver.profiler import StepProfiler
 from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import (
     GroupRequests,
@@ -57,6 +57,7 @@ from openrlhf_ext.driver.rollouts import (
     Rollouts,
     all_prompts,
 )
+from openrlhf_ext.driver.scoring import Scoring
 from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
@@ -66,44 +67,40 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
+from openrlhf_ext.driver.trials import library_chatter, try_user_code
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import chosen_factors
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs
+from openrlhf_ext.megatron.step.dealing import RowCosts
+from openrlhf_ext.planning.fit import laid_out
 from openrlhf_ext.reporting import EventLog, SampleWriter
 from openrlhf_ext.run.checkpoints import (
     Call,
     Checkpointer,
-    Resumed,
     check_shared_folders,
     clean_up,
     restore,
     write_hf,
 )
 from openrlhf_ext.run.ending import note_end, report_interruption
+from openrlhf_ext.run.judge import StepJudge
 from openrlhf_ext.run.ledger import LEDGER, Repeats, digest, hash_of, open_ledger
 from openrlhf_ext.run.records import StepRecorder
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.data import PromptData
 
 logger = logging.getLogger(__name__)
 
 _DESCRIBE_S = 120.0  # ranks are asked, logs are read on other nodes (30 s each)
 
 
-LayOut = Callable[[RunConfig], RunConfig]
-"""Decides what ``megatron.layout auto`` leaves open until the model is here."""
-
-
-def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | None = None) -> int:
+def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
     """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones.
     Returns 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model
     that was downloaded does not fit the options, or a file of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
-    config = with_local_model(config, lay_out)
+    config = with_local_model(config)
     guard.expect(
         config.vllm.start_timeout_s,
         "looking for the data, then starting Ray (vllm.start_timeout_s)",
@@ -161,25 +158,6 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a running job consists of before it trains."""
-
-    tokenizer: Any
-    policy: RankGroup
-    auxiliary: AuxiliaryModels
-    supervisor: EngineSupervisor
-    guide_supervisor: EngineSupervisor | None
-    prompts: PromptData
-    held_out: list[PromptData]
-    steps: int
-    deadline: Deadline
-    session: RaySession
-    events: EventLog
-    trained: dict[str, RankGroup]  # whose state a checkpoint holds, the policy's first
-    resumed: Resumed | None
-
-
 def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     clean_up(config)  # after an attempt that was killed
@@ -187,7 +165,7 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     check_shared_folders(
         config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s
     )
-    loop = build_loop(config, parts)
+    loop = build_loop(parts)
     session.remember_children()
     processes = {
         name: {key: about[key] for key in ("host", "pid")}
@@ -196,9 +174,9 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     events.note("ready", steps=parts.steps, processes=processes)
     try:
         if initial_entropy_prompts(config):
-            set_initial_entropy(config, loop, parts)
+            set_initial_entropy(loop)
         loop.run()
-        write_final(config, parts, loop)
+        write_final(loop)
     except KeyboardInterrupt:
         loop.save_before_the_end()
         raise
@@ -207,14 +185,15 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     events.note("end", path=config.ckpt.output_dir, results=results(config))
 
 
-def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
+def write_final(loop: TrainingLoop) -> None:
     """Writes the last weights in Hugging Face form."""
+    config = loop.config
     limit_s = config.train.step_timeout_s
-    with parts.deadline.limit(limit_s, "writing the final checkpoint", "train.step_timeout_s"):
+    with loop.deadline.limit(limit_s, "writing the final checkpoint", "train.step_timeout_s"):
         loop.sharing.make_room_for_policy()
         logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
         write_hf(
-            callers(parts.trained)["policy"],
+            callers(loop.trained)["policy"],
             "policy",
             config.ckpt.output_dir,
             "ckpt.output_dir",
@@ -222,8 +201,8 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
         )
         write_card(config)
     if config.has_critic:
-        with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
-            parts.auxiliary.save(config)
+        with loop.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
+            loop.auxiliary.save(config)
 
 
 def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
@@ -294,67 +273,46 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
             guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events
         )
     return Parts(
-        tokenizer,
-        policy,
-        auxiliary,
-        supervisor,
-        guide_supervisor,
-        prompts,
-        held_out,
-        steps,
-        start,
-        session,
-        events,
-        trained,
-        resumed,
+        config=config,
+        session=session,
+        events=events,
+        deadline=start,
+        tokenizer=tokenizer,
+        policy=policy,
+        auxiliary=auxiliary,
+        supervisor=supervisor,
+        guide_supervisor=guide_supervisor,
+        prompts=prompts,
+        held_out_data=held_out,
+        steps=steps,
+        trained=trained,
+        resumed=resumed,
     )
 
 
-def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
+def build_loop(parts: Parts) -> TrainingLoop:
     """The training loop with everything that it drives, at the place where the run begins or goes
     on."""
     from openrlhf_ext.compat import build_sinks
     from openrlhf_ext.driver.data import dataloader
 
+    config = parts.config
     shape = read_model_shape(policy_path(config))
     # the data loader takes its shuffle from the global generator
     torch.manual_seed(config.train.seed)
-    deadline, sharing = parts.deadline, GpuSharing(config, parts.trained, parts.supervisor)
+    sharing = GpuSharing(config, parts.trained, parts.supervisor)
     loader = dataloader(parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
-    source, why = old_logprobs(config)
-    logger.info("old log-probs: of the %s (%s)", source, why)
+    stream = PromptStream(loader, config.train.num_episodes)
+    drift = None
+    if config.train.drift_check:
+        tolerances = config.repeat_tolerance, probe_tolerance(config)
+        drift = DriftCheck(parts.policy, *tolerances, config.train.step_timeout_s)
     loop = TrainingLoop(
-        config=config,
-        guard=parts.session.guard,
-        policy=parts.policy,
-        rollouts=Rollouts(
-            PromptStream(loader, config.train.num_episodes),
-            requests_of(config, parts),
-            config,
-            deadline,
-            sharing.generation,
-        ),
-        experience=ExperienceMaker(
-            parts.policy,
-            algorithm=build_algorithm(config),
-            group_size=config.rollout.n_samples_per_prompt,
-            mini_batch_size=config.train.batch_size,
-            costs=row_costs(shape, config.megatron, config.layout),
-            source=source,
-            engine_entropies=engine_entropies(config),
-            replays=config.replays_rollout,
-            tokenizer=parts.tokenizer,
-            seed=config.train.seed,
-            end_tokens=end_tokens(
-                saved_generation_config(Path(policy_path(config))), parts.tokenizer
-            ),
-            **parts.auxiliary.experience_parts(config, parts.policy),
-        ),
-        supervisor=parts.supervisor,
-        guide_supervisor=parts.guide_supervisor,
+        **vars(parts),
+        rollouts=Rollouts(stream, requests_of(parts), config, parts.deadline, sharing.generation),
+        experience=build_experience(parts, row_costs(shape, config.megatron, config.layout)),
         sharing=sharing,
-        deadline=deadline,
-        recorder=build_recorder(config, parts),
+        recorder=build_recorder(parts),
         gauges=StepGauges(parts.policy, shape, config, parts.events),
         judge=StepJudge(config),
         progress=Progress(
@@ -364,18 +322,10 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
         ),
         held_out=[
             HeldOut(options, all_prompts(dataloader(own), own.places))
-            for options, own in zip(config.eval.sets, parts.held_out, strict=True)
+            for options, own in zip(config.eval.sets, parts.held_out_data, strict=True)
         ],
         sinks=build_sinks(upstream_args(config)),
-        tokenizer=parts.tokenizer,
-        drift=DriftCheck(
-            parts.policy,
-            config.repeat_tolerance,
-            probe_tolerance(config),
-            config.train.step_timeout_s,
-        )
-        if config.train.drift_check
-        else None,
+        drift=drift,
         profiler=StepProfiler(parts.policy, config, parts.steps, parts.events),
         checkpointer=build_checkpointer(
             config, callers(parts.trained), parts.prompts.fingerprint, parts.events
@@ -383,8 +333,38 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
     )
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
-    begin_ledger(config, parts, loop)
+    begin_ledger(loop)
     return loop
+
+
+def build_experience(parts: Parts, costs: RowCosts) -> ExperienceMaker:
+    """What makes experience out of groups; ``costs`` are of rows in the policy's model."""
+    config, kl = parts.config, parts.config.algo.kl
+    source, why = old_logprobs(config)
+    logger.info("old log-probs: of the %s (%s)", source, why)
+    critic = parts.auxiliary.value_trainer(config)
+    scoring = Scoring(
+        parts.policy,
+        group_size=config.rollout.n_samples_per_prompt,
+        mini_batch_size=config.train.batch_size,
+        values=None if critic is None else critic.values,
+        costs=costs,
+        source=source,
+        engine_entropies=engine_entropies(config),
+        replays=config.replays_rollout,
+        seed=config.train.seed,
+        **parts.auxiliary.scorers(config, parts.policy),
+    )
+    steered = KLCoefficient(kl.init_coef, kl.target, kl.horizon) if kl.init_coef > 0 else None
+    generation = saved_generation_config(Path(policy_path(config)))
+    return ExperienceMaker(
+        scoring,
+        build_algorithm(config),
+        critic=critic,
+        kl=steered,
+        tokenizer=parts.tokenizer,
+        end_tokens=end_tokens(generation, parts.tokenizer),
+    )
 
 
 def callers(groups: Mapping[str, RankGroup]) -> dict[str, Call]:
@@ -403,8 +383,9 @@ def build_checkpointer(
     )
 
 
-def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
+def build_recorder(parts: Parts) -> StepRecorder:
     """What writes the run folder: metrics, events, completions, the figure."""
+    config = parts.config
     resume_step = parts.resumed.step if parts.resumed is not None else 0
 
     def texts(token_ids: list[int]) -> list[str]:
@@ -426,9 +407,9 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     )
 
 
-def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
+def begin_ledger(loop: TrainingLoop) -> None:
     """Has the loop write down which prompts it trains; what the data is comes first."""
-    data, path = parts.prompts, config.logger.beside(LEDGER)
+    data, path = loop.prompts, loop.config.logger.beside(LEDGER)
     digests = [*map(digest, data.prompts, data.labels)]
     loop.ledger = open_ledger(path, loop.step)
     loop.repeats = Repeats(digests, path)
@@ -436,7 +417,7 @@ def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
         {
             "step": loop.step,
             "prompts": len(data),
-            "episodes": config.train.num_episodes,
+            "episodes": loop.config.train.num_episodes,
             "skipped_overlong": data.skipped_overlong,
             "episode": hash_of(digests),
             **loop.rollouts.place,
@@ -444,23 +425,24 @@ def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     )
 
 
-def requests_of(config: RunConfig, parts: Parts) -> Requests:
+def requests_of(parts: Parts) -> Requests:
     """What asks the engines for groups; with a guide they come from two sets of engines."""
-    most = max_requests(config, parts.session.use_gpu)
-    policy = GroupRequests(parts.supervisor, most, routed=config.replays_rollout)
+    most = max_requests(parts.config, parts.session.use_gpu)
+    policy = GroupRequests(parts.supervisor, most, routed=parts.config.replays_rollout)
     if parts.guide_supervisor is None:
         return policy
     return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))
 
 
-def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:
+def set_initial_entropy(loop: TrainingLoop) -> None:
     """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and
     tells the algorithm."""
     from openrlhf_ext.driver.data import dataloader
 
+    config = loop.config
     entropy = loop.initial_entropy  # of the first part of a run that was resumed
     if entropy is None:
-        first = dataloader(parts.prompts.first(initial_entropy_prompts(config)))
+        first = dataloader(loop.prompts.first(initial_entropy_prompts(config)))
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
         logger.info(
             "initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)",
@@ -474,7 +456,7 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
             logger.warning("algo.%s.%s", config.algo.advantage.estimator, caution)
 
 
-def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunConfig:
+def with_local_model(config: RunConfig) -> RunConfig:
     """The configuration with folders as its models: a hub name is downloaded first, since every
     rank reads files. Raises ConfigError: a model cannot be downloaded, or does not fit the
     options."""
@@ -487,6 +469,6 @@ def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunCon
             changed = options.model_copy(update={"model_name_or_path": folder})
             config = config.model_copy(update={section: changed})
     if config is not given:
-        config = config if lay_out is None else lay_out(config)
+        config = laid_out(config)
         preflight.check_downloaded(config)
     return config

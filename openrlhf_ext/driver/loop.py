@@ -17,59 +17,91 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.description import recounted
+from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
-from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler, recounted
+from openrlhf_ext.driver.experience import Described, Experience, ExperienceMaker
+from openrlhf_ext.driver.gauges import StepGauges
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.placement import RankGroup
+from openrlhf_ext.driver.processes import AuxiliaryModels
+from openrlhf_ext.driver.profiler import StepProfiler
 from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
+from openrlhf_ext.driver.scoring import sequences_of
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.movement import check_gauges
 from openrlhf_ext.ranks.policy import TrainingShard
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import JsonLines, step_of
 from openrlhf_ext.rollout.response import Response
-from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
+from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, Resumed, State
+from openrlhf_ext.run.judge import StepJudge
 from openrlhf_ext.run.ledger import Repeats
 from openrlhf_ext.run.records import StepRecorder
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.data import PromptData
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class TrainingLoop:
-    """One run's training: ``step`` steps are done, the engines have the policy's weights
-    ``version``. ``guard`` holds SIGTERM while a step changes the weights; ``sinks`` are OpenRLHF's
-    loggers (W&B, TensorBoard)."""
+@dataclass(kw_only=True)
+class Parts:
+    """What a run consists of before it trains: its processes, which wait for calls, and its data.
+
+    ``trained``: the groups of ranks whose state a checkpoint holds, the policy's first;
+    ``resumed``: where an earlier part of the run ended.
+    """
 
     config: RunConfig
+    session: RaySession
+    events: EventLog
+    deadline: Deadline
+    tokenizer: Any
     policy: RankGroup
+    auxiliary: AuxiliaryModels
+    supervisor: EngineSupervisor
+    guide_supervisor: EngineSupervisor | None = None
+    prompts: PromptData
+    held_out_data: list[PromptData]
+    steps: int
+    trained: dict[str, RankGroup]
+    resumed: Resumed | None
+
+    @property
+    def guard(self) -> Guard:
+        """What holds SIGTERM while a step changes the weights."""
+        return self.session.guard
+
+
+@dataclass(kw_only=True)
+class TrainingLoop(Parts):
+    """One run's training: ``step`` steps are done, the engines have the policy's weights
+    ``version``. ``sinks`` are OpenRLHF's loggers (W&B, TensorBoard)."""
+
     rollouts: Rollouts
     experience: ExperienceMaker
-    supervisor: EngineSupervisor
     sharing: GpuSharing
-    deadline: Deadline
     recorder: StepRecorder
     gauges: StepGauges
     judge: StepJudge
     progress: Progress
     held_out: Sequence[HeldOut]
-    tokenizer: Any
     checkpointer: Checkpointer
-    guard: Guard
     profiler: StepProfiler
     sinks: Sequence[Any] = ()
     drift: DriftCheck | None = None
-    guide_supervisor: EngineSupervisor | None = None
     ledger: JsonLines = field(init=False)
     repeats: Repeats = field(init=False)
     step: int = 0
@@ -96,11 +128,11 @@ class TrainingLoop:
                 trained = self.judge.accepted(partial(self.train, made.shards))
                 if trained is not None:
                     trained |= self.publish()
-                    made = self.complete(made)  # the engines sample already
+                    described = self.describe(made)  # the engines sample already
             if trained is None:
                 self.go_back(groups, self.judge.why)
                 continue
-            self.record(made, trained)
+            self.record(described, trained)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
@@ -127,7 +159,7 @@ class TrainingLoop:
     def take(self) -> list[Group]:
         """The groups of the next step, oldest first; none when the prompts are used up."""
         started = time.perf_counter()
-        self.recorder.events.step = self.step + 1
+        self.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
         if groups:
             seconds, trains = (
@@ -173,7 +205,7 @@ class TrainingLoop:
 
     def go_back(self, groups: Sequence[Group], why: str) -> None:
         """Goes on from the last checkpoint without the prompts of a step that was not accepted."""
-        logger.error("step %d is not accepted: %s", self.recorder.events.step, why)
+        logger.error("step %d is not accepted: %s", self.events.step, why)
         self.rollouts.drain()
         self._finish_evaluation()
         with self._limit("going back to the last checkpoint"):
@@ -181,9 +213,7 @@ class TrainingLoop:
             resumed = self.checkpointer.go_back(why)
         self.judge.count(resumed.step)
         prompts, count = sorted(group.prompt.number for group in groups), self.judge.rollbacks
-        self.recorder.events.note(
-            "rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count
-        )
+        self.events.note("rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count)
         self.rollouts.skip(prompts)
         self.restore(resumed.state, resumed.arrays)
         self.recorder.repeat_from(self.step, self.rollouts.dropped)
@@ -195,10 +225,10 @@ class TrainingLoop:
         self._ended = time.perf_counter()
         self.guard.release()
 
-    def complete(self, made: Experience) -> Experience:
-        """With log-probs and entropies that the training pass computed (``algo.old_logprobs``)."""
+    def describe(self, made: Experience) -> Described:
+        """What the batch of the step was like."""
         with self._limit(f"log-probs of training step {self.step}"):
-            return self.experience.completed(made, self._get)
+            return self.experience.described(made, self._get)
 
     def publish(self) -> dict[str, float]:
         """Sends the weights to the engines and proves that they sample from them; measurements of
@@ -218,7 +248,7 @@ class TrainingLoop:
         self.sharing.wake_weights()
         return self.deadline.get(self.policy.ask("send_weights"))[0]
 
-    def record(self, made: Experience, measured: Mapping[str, float]) -> None:
+    def record(self, made: Described, measured: Mapping[str, float]) -> None:
         """Measures what the step was like, and writes it down."""
         metrics = recounted({**made.metrics, **measured})
         metrics |= self._measured(made, metrics) | self.rollouts.gauges()
@@ -262,14 +292,14 @@ class TrainingLoop:
                 sink.log_train(self.step, record | shown)
         self._ended = now
 
-    def _measured(self, made: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _measured(self, made: Described, metrics: Mapping[str, float]) -> dict[str, float]:
         """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it
         changed nothing."""
         measured: dict[str, float] = {}
-        if self.drift is not None and made.old is not None:
+        if self.drift is not None:
             with self._limit(f"the drift check of step {self.step}"):
                 self.sharing.make_room_for_policy()
-                again = self.experience.old_logprobs(made.batch, self._get)
+                again = self.experience.scoring.old_logprobs(made.batch, self._get)
                 measured |= self.drift.after_training(
                     made.old, again, metrics.get("mismatch/mean_abs")
                 )
@@ -299,7 +329,7 @@ class TrainingLoop:
 
     def end(self) -> None:
         """Completes what is being written; evaluates the last weights if that was not due."""
-        self.recorder.events.step = self.step
+        self.events.step = self.step
         with self._limit("completing the last checkpoint"):
             self.checkpointer.finish()
         if self._evaluation is not None:
@@ -441,7 +471,7 @@ class TrainingLoop:
         self._engine_stats()
         batch = sequences_of([response for group in groups for response in group.responses])
         with self._limit(doing):
-            entropies_N = self.experience.old_logprobs(batch, self._get).entropies_N
+            entropies_N = self.experience.scoring.old_logprobs(batch, self._get).entropies_N
         return float(mean_entropies(entropies_N, batch.responses).mean())
 
     def _engine_stats(self) -> list[dict[str, Any]]:
@@ -491,7 +521,7 @@ class TrainingLoop:
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
         # algo.entropies was policy when the others were sampled
-        if self.experience.engine_entropies:
+        if self.experience.scoring.engine_entropies:
             tells = [
                 all(each.entropies_T is not None for each in group.responses) for group in finished
             ]

@@ -19,8 +19,9 @@ import ray
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import engine_entropies
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.critic import ValueTrainer
 from openrlhf_ext.driver.placement import RankGroup, Reservation, place_ranks, reserve
-from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer
+from openrlhf_ext.driver.scoring import Scorer
 from openrlhf_ext.driver.settings import (
     FrozenModel,
     critic_path,
@@ -439,23 +440,23 @@ class AuxiliaryModels:
             _await_ranks(session, name, ranks, deadline)
             logger.info("%s ready on %d ranks", name, len(ranks))
 
-    def experience_parts(self, config: RunConfig, policy: RankGroup) -> dict[str, Any]:
-        """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen
-        model."""
-        scorers: dict[str, Any] = {
+    def scorers(self, config: RunConfig, policy: RankGroup) -> dict[str, Scorer]:
+        """Of each frozen model, and of a reward model."""
+        scorers = {
             model.name: self._scorer(config, policy, model) for model in frozen_models(config)
         }
         if self.reward is not None and config.has_reward_model:
             costs = _costs(reward_path(config), config, self.reward.layout)
             scorers["reward"] = Scorer(self.reward, "forward", costs)
-        return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
+        return scorers
 
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
         group = self.frozen.get(model.name, policy)
         method = "forward" if model.name in self.frozen else f"{model.name}_logprobs"
         return Scorer(group, method, _costs(model.path, config, group.layout))
 
-    def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
+    def value_trainer(self, config: RunConfig) -> ValueTrainer | None:
+        """What trains the critic, of a run that has one."""
         if self.critic is None or not config.has_critic:
             return None
         return ValueTrainer(
@@ -480,8 +481,3 @@ class AuxiliaryModels:
 
 def _costs(path: str, config: RunConfig, layout: ParallelLayout) -> RowCosts:
     return row_costs(read_model_shape(path), config.megatron, layout)
-
-
-def _kl_coefficient(config: RunConfig) -> KLCoefficient | None:
-    kl = config.algo.kl
-    return KLCoefficient(kl.init_coef, kl.target, kl.horizon) if kl.init_coef > 0 else None

@@ -1,5 +1,5 @@
-"""What ranks say of every response token: which rows they get, scores of frozen models, values, the
-KL penalty.
+"""From graded groups to a scored batch: which rank gets which rows, and what models say of their
+tokens.
 
 Rows of a rollout batch are dealt before anything is computed: each policy rank gets their tokens
 once and keeps them. Shape suffixes: B = completions, N = response tokens of all completions, n =
@@ -9,57 +9,31 @@ those of one replica.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import LossBatch
-from openrlhf_ext.algorithms.groups import group_chunks
-from openrlhf_ext.algorithms.kl import kl_k3
-from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
-from openrlhf_ext.algorithms.values import explained_variance
+from openrlhf_ext.algorithms import RolloutBatch
 from openrlhf_ext.driver.placement import RankGroup
-from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, sequence_batch
-from openrlhf_ext.megatron.step.dealing import TOKENS, RowCosts, deal_rows
-from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
+from openrlhf_ext.driver.rollouts import Group
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.dealing import (
+    TOKENS,
+    Deal,
+    RowCosts,
+    deal,
+    deal_rows,
+    group_chunks,
+    mini_batch_order,
+)
+from openrlhf_ext.rollout.response import Response, graded
 
-_MAX_KL_ERROR = 0.2
-
-# ---- rows of the replicas
-# -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Deal:
-    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step
-    i."""
-
-    steps: list[list[int]]
-
-    @property
-    def rows(self) -> list[int]:
-        """All of them, in the order in which the rank has them."""
-        return [row for step in self.steps for row in step]
-
-
-def deal(
-    batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
-) -> list[Deal]:
-    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost
-    (``deal_rows``)."""
-    ranks = [Deal([]) for _ in range(data_parallel_size)]
-    for chunk in chunks:
-        for rank, part in zip(
-            ranks, deal_rows(batch.select(chunk), data_parallel_size, costs), strict=True
-        ):
-            rank.steps.append([chunk.start + row for row in part])
-    return ranks
-
+Get = Callable[[list], list]
+"""Waits for Ray calls with the deadline of the phase: ``Deadline.get``."""
 
 # ---- scores
 # --------------------------------------------------------------------------------------------------
@@ -99,7 +73,7 @@ class Scorer:
     method: str
     costs: RowCosts = TOKENS
 
-    def start(self, batch: SequenceBatch) -> PendingScores:
+    def start_scores(self, batch: SequenceBatch) -> PendingScores:
         """Deals the rows to the replicas; returns at once."""
         parts = deal_rows(batch, self.group.layout.data_parallel_size, self.costs)
         refs = self.group.ask_replicas(self.method, [batch.select(rows) for rows in parts])
@@ -117,119 +91,221 @@ def with_end(batch: SequenceBatch) -> SequenceBatch:
     return sequence_batch(whole, [[(end, end + 1)] for end in ends])
 
 
-# ---- critic
+# ---- the batch
 # --------------------------------------------------------------------------------------------------
 
 
-class ValueTrainer:
-    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as
-    many optimizer steps as the policy's, on the same mini-batches; its data-parallel ranks are its
-    own."""
+@dataclass(frozen=True)
+class Scored:
+    """A batch of graded groups, and what models say of it.
 
-    def __init__(
-        self, group: RankGroup, group_size: int, mini_batch_size: int, costs: RowCosts = TOKENS
-    ) -> None:
-        self.group, self.costs = group, costs
-        self.group_size, self.mini_batch_size = group_size, mini_batch_size
-        self._scorer = Scorer(group, "forward", costs)
-        self._shards: list[list[CriticMiniBatch]] | None = None
-
-    def start_values(self, batch: SequenceBatch) -> PendingScores:
-        """Starts the forward pass; its result is (N,) values."""
-        return self._scorer.start(batch)
-
-    def take(self, batch: SequenceBatch, shaped: LossBatch) -> dict[str, float]:
-        """Keeps what the next ``start_fit`` trains on; returns metrics of the values and
-        returns."""
-        replicas = self.group.layout.data_parallel_size
-        self._shards = value_shards(
-            batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs
-        )
-        return value_metrics(shaped)
-
-    def start_fit(self, before: Fraction, after: Fraction) -> list[Any]:
-        """Starts the optimizer steps of the batch last taken, which take the run from one share to
-        another; every rank's result is the same metrics. Raises RuntimeError: no batch was taken
-        since the last call."""
-        if self._shards is None:
-            raise RuntimeError(
-                "the critic has no batch to train on: take() comes before start_fit()"
-            )
-        shards, self._shards = self._shards, None
-        return self.group.ask_replicas("fit", shards, before, after)
-
-
-def value_shards(
-    batch: SequenceBatch,
-    shaped: LossBatch,
-    group_size: int,
-    mini_batch_size: int,
-    replicas: int,
-    costs: RowCosts = TOKENS,
-) -> list[list[CriticMiniBatch]]:
-    """For each data-parallel rank of the critic, its part of every optimizer step."""
-    values_N, returns_N = (shaped[name].float() for name in ("values", "returns"))
-    whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
-    chunks = list(group_chunks(len(batch), group_size, mini_batch_size))
-    deals = deal(batch, chunks, replicas, costs)
-    ranks: list[list[CriticMiniBatch]] = [[] for _ in range(replicas)]
-    for step, chunk in enumerate(chunks):
-        targets = dataclasses.replace(whole, tokens=shaped.lengths[chunk].sum())
-        for rank, own in zip(ranks, deals, strict=True):
-            rows = own.steps[step]
-            rank.append(CriticMiniBatch(batch.select(rows), targets.select(rows)))
-    return ranks
-
-
-def value_metrics(shaped: LossBatch) -> dict[str, float]:
-    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only
-    if it is defined."""
-    values_N, returns_N = shaped["values"], shaped["returns"]
-    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
-    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
-    explained = explained_variance(values_N, returns_N)
-    return (
-        metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
-    )
-
-
-# ---- KL penalty
-# --------------------------------------------------------------------------------------------------
-
-
-class KLCoefficient:
-    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered
-    to a ``target``, the mean KL per token in nats, within ``horizon`` samples.
-
-    D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593,
-    section 2.2, with the mean KL per token (as OpenRLHF) instead of the KL per completion.
+    ``chunks`` are the rows of each optimizer step, ``deals`` those of each data-parallel rank.
+    ``rollout`` is what the method shapes. ``old`` is what the policy says before the step, None
+    where the training pass computes it. ``source``: whose log-probs the loss compares with
+    (``config.estimator.old_logprobs``).
     """
 
-    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
-        self.value, self.target, self.horizon = value, target, horizon
+    groups: Sequence[Group]
+    batch: SequenceBatch
+    routed: SequenceBatch
+    chunks: Sequence[slice]
+    deals: Sequence[Deal]
+    rollout: RolloutBatch
+    old: LogprobEntropy | None
+    source: str
+    engine_entropies: bool
 
-    def update(self, kl: float, samples: int) -> None:
-        """Multiplies the coefficient by
-        ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
-            self.value *= 1 + error * samples / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run has to know."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from a state."""
-        self.value = float(state["value"])
+    @property
+    def samples(self) -> list[Response]:
+        """The completions, in the order of the batch."""
+        return [response for group in self.groups for response in group.responses]
 
 
-def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
-    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy
-    sampled them."""
-    blocks = zip(
-        old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
+@dataclass
+class Scoring:
+    """Scores batches of groups.
+
+    Sequences are dealt to the policy's ranks by their ``costs`` in its model. ``replays``: the
+    policy's ranks fetch the experts that the engines' routers took, and take them too; other models
+    choose their own. ``seed`` chooses mini-batches.
+    """
+
+    policy: RankGroup
+    group_size: int
+    mini_batch_size: int
+    reference: Scorer | None = None
+    guide: Scorer | None = None
+    reward: Scorer | None = None
+    values: Scorer | None = None
+    costs: RowCosts = TOKENS
+    source: str = "policy"
+    engine_entropies: bool = False
+    replays: bool = False
+    seed: int = 0
+
+    def score(self, groups: Sequence[Group], number: int, get: Get) -> Scored:
+        """Scores the groups of a batch; ``number`` counts the batches before it.
+
+        Raises:
+            ValueError: a group has not ``group_size`` completions, or a completion lacks its
+                reward, or what its engine should have said of it.
+        """
+        groups = self.ordered(groups, number)
+        samples = responses_of(groups, self.group_size)
+        batch = sequences_of(samples)
+        routed = routed_by_engines(batch, samples) if self.replays else batch
+        chunks, deals = self.dealt(routed)
+        pending = self._start(batch)
+        old = self._forward(routed, deals, get) if self.source == "policy" else None
+        scores: dict[str, Any] = {name: each.result(get) for name, each in pending.items()}
+        if "rewards" in scores:
+            groups = with_rewards(groups, scores.pop("rewards"))
+            samples = responses_of(groups, self.group_size)
+        for sample in samples:
+            sample.check_reward()
+        rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
+        if self.source == "engine":
+            rollout = dataclasses.replace(rollout, old_logprobs=_of_engines(rollout))
+        if self.engine_entropies:
+            rollout = dataclasses.replace(rollout, entropies=_engine_entropies(samples))
+        return Scored(
+            groups,
+            batch,
+            routed,
+            chunks,
+            deals,
+            rollout,
+            old,
+            self.source,
+            self.engine_entropies,
+        )
+
+    def ordered(self, groups: Sequence[Group], number: int) -> list[Group]:
+        """Groups sorted by prompt, so that the batch does not depend on which engine was faster,
+        then as they are cut into mini-batches."""
+        by_prompt = sorted(groups, key=lambda group: group.prompt.text)
+        per_step = max(1, self.mini_batch_size // self.group_size)
+        return [by_prompt[i] for i in mini_batch_order(len(groups), per_step, self.seed, number)]
+
+    def dealt(self, batch: SequenceBatch) -> tuple[list[slice], list[Deal]]:
+        """The rows of each optimizer step, and of these those of each data-parallel rank."""
+        chunks = list(group_chunks(len(batch), self.group_size, self.mini_batch_size))
+        return chunks, deal(batch, chunks, self.policy.layout.data_parallel_size, self.costs)
+
+    def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
+        """(N,) log-probs and entropies under the policy as it is; its ranks keep their rows."""
+        return self._forward(batch, self.dealt(batch)[1], get)
+
+    def seen_logprobs(self, scored: Scored, get: Get) -> LogprobEntropy:
+        """(N,) log-probs and entropies that the training pass of this batch has computed."""
+        return self._in_order(scored.batch, scored.deals, get(self.policy.ask("seen_logprobs")))
+
+    def _start(self, batch: SequenceBatch) -> dict[str, PendingScores]:
+        """Starts what other models say of the tokens; on ranks of their own they work while the
+        policy does."""
+        pending = {}
+        if self.reference is not None:
+            pending["ref_logprobs"] = self.reference.start_scores(batch)
+        if self.guide is not None:
+            pending["guide_logprobs"] = self.guide.start_scores(batch)
+        if self.reward is not None:
+            pending["rewards"] = self.reward.start_scores(with_end(batch))
+        if self.values is not None:
+            pending["values"] = self.values.start_scores(batch)
+        return pending
+
+    def _forward(self, batch: SequenceBatch, deals: Sequence[Deal], get: Get) -> LogprobEntropy:
+        parts = [batch.select(own.rows) for own in deals]
+        return self._in_order(batch, deals, get(self.policy.ask_replicas("forward", parts)))
+
+    def _in_order(
+        self, batch: SequenceBatch, deals: Sequence[Deal], answers: Sequence[Any]
+    ) -> LogprobEntropy:
+        """What every replica says of its rows, in the order of the batch."""
+        parts = [own.rows for own in deals]
+        each = zip(*self.policy.of_replicas(answers), strict=True)
+        return LogprobEntropy(*(scores_in_order(batch, parts, scores) for scores in each))
+
+
+def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
+    """The completions of groups, in their order. Raises ValueError: a group has not ``group_size``
+    completions."""
+    for group in groups:
+        if len(group.responses) != group_size:
+            raise ValueError(
+                f"a group of {len(group.responses)} completions, rollout.n_samples_per_prompt is "
+                f"{group_size}: {group.prompt.text!r}"
+            )
+    return [response for group in groups for response in group.responses]
+
+
+def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
+    """The groups with the rewards that a reward model gives their completions, which are their
+    scores too, as those of a reward function that returns rewards only."""
+    rewards = iter(rewards_B.tolist())
+
+    def of(response: Response) -> Response:
+        reward = next(rewards)
+        return dataclasses.replace(response, reward=reward, score=reward, receipt=None)
+
+    return [Group(group.prompt, [of(response) for response in group.responses]) for group in groups]
+
+
+def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
+    """The completions as the policy sees them."""
+    return sequence_batch(
+        [sample.tokens_S for sample in samples], [sample.actions for sample in samples]
     )
-    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(
-        old_logprobs_N
+
+
+def routed_by_engines(batch: SequenceBatch, samples: Sequence[Response]) -> SequenceBatch:
+    """The batch with references to the experts of every completion. Raises ValueError: a completion
+    has none."""
+    routed = [sample.experts_at for sample in samples if sample.experts_at is not None]
+    if len(routed) < len(samples):
+        raise ValueError(
+            "train.routing_replay rollout: a completion came without experts of its engine"
+        )
+    return dataclasses.replace(batch, routed_B=tuple(routed))
+
+
+def rollout_batch(
+    samples: Sequence[Response], batch: SequenceBatch, old: LogprobEntropy | None, group_size: int
+) -> RolloutBatch:
+    """The algorithms' view of the batch."""
+    return RolloutBatch(
+        tokens=batch.targets_N,
+        lengths=batch.counts_B,
+        rewards=torch.tensor([graded(s.reward) for s in samples]).double(),
+        group_ids=torch.arange(len(samples)) // group_size,
+        old_logprobs=None if old is None else old.logprobs_N,
+        entropies=None if old is None else old.entropies_N,
+        rollout_logprobs=_rollout_logprobs(samples),
+        truncated=torch.tensor([s.truncated for s in samples]),
+        from_guide=torch.tensor([s.from_guide for s in samples]),
+        group_size=group_size,
     )
+
+
+def _of_engines(rollout: RolloutBatch) -> Tensor:
+    """(N,) log-probs that tokens were sampled with."""
+    if rollout.rollout_logprobs is None:
+        raise ValueError(
+            "algo.old_logprobs engine: a completion came without log-probs of its engine, as "
+            "those of an agent whose rollout_log_probs are None; use algo.old_logprobs auto"
+        )
+    return rollout.rollout_logprobs
+
+
+def _engine_entropies(samples: Sequence[Response]) -> Tensor:
+    """(N,) entropies of the distributions that the engines sampled from."""
+    told = [sample.entropies_T for sample in samples if sample.entropies_T is not None]
+    if len(told) < len(samples):
+        raise ValueError("algo.entropies engine: a completion came without entropies of its engine")
+    return torch.from_numpy(np.concatenate(told))
+
+
+def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
+    """(N,) log-probs that the engines reported; None if one did not."""
+    reported = [sample.logprobs_T for sample in samples if sample.logprobs_T is not None]
+    return torch.from_numpy(np.concatenate(reported)) if len(reported) == len(samples) else None

@@ -47,6 +47,7 @@ from openrlhf_ext.checkpoints import (
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
+from openrlhf_ext.groups.watchdog import wait_for_all
 from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -55,7 +56,6 @@ from openrlhf_ext.megatron.policy import MegatronModel
 from openrlhf_ext.megatron.settings import KNOWN
 from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from openrlhf_ext.megatron.step.optimizer import single_optimizers
-from openrlhf_ext.megatron.watchdog import wait_for_all
 
 logger = logging.getLogger(__name__)
 

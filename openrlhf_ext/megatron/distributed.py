@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from openrlhf_ext.groups.watchdog import keep_nccl_calls
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.watchdog import keep_nccl_calls
 
 JOIN_TIMEOUT_S = 600.0
 

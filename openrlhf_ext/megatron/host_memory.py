@@ -1,5 +1,5 @@
 """A trained model's states in host memory while others need the device, and back again, bit for
-bit; frozen copies, and the moving average of the weights.
+bit.
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so
 that every tensor and view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards)
@@ -19,8 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +37,6 @@ KINDS = ("parameters", "gradients", "optimizer")
 # torch rounds pinned blocks up to a power of two: whole chunks waste nothing
 _CHUNK_BYTES = 1 << 30
 _ALIGNMENT = 512
-_BLOCK_ENTRIES = 1 << 24  # of the moving average, on the device at a time
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ class _Absent:
         if pieces is not None:
             for here, there in absent._pairs(pieces):
                 there.copy_(here, non_blocking=True)
-            _synchronize(device)  # the copy must be complete before its source goes
+            synchronize(device)  # the copy must be complete before its source goes
         if absent.is_freed:
             storage.resize_(0)
         else:
@@ -272,7 +270,7 @@ class _Measured:
         return self
 
     def __exit__(self, *error) -> None:
-        _synchronize(self._device)
+        synchronize(self._device)
         change = abs(self._reserved_bytes() - self._reserved)
         measured = change if self._device.type == "cuda" else self._freed_bytes
         self.swap = Swap(
@@ -299,126 +297,11 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     )
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class FrozenCopy:
-    """This rank's weights as they are now in host memory, swapped in for one forward pass: a
-    reference policy, a guide.
-
-    The exchange goes parameter by parameter, so that it needs room on the device for the largest
-    one only. ``load`` puts other weights into the parameters, which are then kept instead; the
-    parameters get theirs back, bit for bit.
-    ``state``: other tensors that belong to the weights (``converter_state``), exchanged with them.
-    """
-
-    def __init__(
-        self,
-        chunks: Iterable[torch.nn.Module],
-        load: Callable[[], None] | None = None,
-        state: Iterable[torch.Tensor] = (),
-    ) -> None:
-        self._parameters = [
-            *dict.fromkeys(p for chunk in chunks for p in chunk.parameters()),
-            *state,
-        ]
-        self._arena = HostArena(pinned=torch.cuda.is_available())
-        self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            for piece, own in zip(copy, _bytes(parameter, copy), strict=True):
-                piece.copy_(own)
-        if load is not None:
-            load()
-            self._exchange()
-
-    @property
-    def nbytes(self) -> int:
-        return self._arena.nbytes
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within the body the parameters hold the copy's weights, afterwards their own again, bit
-        for bit. In place, so that views on them stay valid; the optimizer must not step inside."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            current = parameter.detach().clone()
-            for piece, own, mine in zip(
-                copy, _bytes(parameter, copy), _bytes(current, copy), strict=True
-            ):
-                # both copies run on the current stream, in this order
-                own.copy_(piece, non_blocking=True)
-                piece.copy_(mine, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the next exchange may come from the host
-
-
-class MovingAverage:
-    """Of what this rank trains, fp32 in host memory: after each update
-    ``beta average + (1 - beta) weights``.
-
-    It passes over the device in blocks, where it is computed: to keep it there would take 4 bytes a
-    parameter, and a host's cores need seconds for what the bus does in tenths (pinned memory, no
-    wait in between)."""
-
-    def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
-        self._beta = beta
-        self._parameters = list(
-            dict.fromkeys(p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-        )
-        self._arena = HostArena(pinned=torch.cuda.is_available())
-        places = self._arena.places([4 * parameter.numel() for parameter in self._parameters])
-        self._averages = dict(zip(map(id, self._parameters), places, strict=True))
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins with the present weights."""
-        self._pass_over(lambda average_n, weight_n: average_n.copy_(weight_n))
-
-    def update(self) -> None:
-        """The host does not wait for it."""
-        self._pass_over(
-            lambda average_n, weight_n: average_n.lerp_(weight_n.float(), 1 - self._beta)
-        )
-
-    @torch.no_grad()
-    def _pass_over(self, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-        for parameter in self._parameters:
-            weight_N, first = parameter.detach().view(-1), 0
-            for block_n in self._blocks(parameter):
-                here_n = block_n.to(parameter.device, non_blocking=True)
-                change(here_n, weight_N[first : first + block_n.numel()])
-                if here_n is not block_n:
-                    block_n.copy_(here_n, non_blocking=True)
-                first += block_n.numel()
-
-    def _blocks(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        for piece in self._averages[id(parameter)]:
-            yield from piece.view(torch.float32).split(_BLOCK_ENTRIES)
-
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU, of the parameter's shape."""
-        _synchronize(parameter.device)
-        return torch.cat([*self._blocks(parameter)]).view(parameter.shape)
-
-    def put(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Others in the place of ``of``."""
-        _synchronize(parameter.device)
-        blocks = [*self._blocks(parameter)]
-        for block_n, values_n in zip(
-            blocks, values.reshape(-1).split([len(b) for b in blocks]), strict=True
-        ):
-            block_n.copy_(values_n)
-
-
-def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def bytes_as(tensor: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of a contiguous tensor's bytes, cut as its copy is."""
     return tensor.detach().view(-1).view(torch.uint8).split([piece.numel() for piece in pieces])

@@ -27,10 +27,11 @@ from openrlhf_ext.algorithms import Loss
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.megatron.built import BuiltModel, no_sync
 from openrlhf_ext.megatron.distributed import random_states, set_random_states
-from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
+from openrlhf_ext.megatron.frozen import FrozenCopy
 from openrlhf_ext.megatron.layers import kept_bytes
 from openrlhf_ext.megatron.model.experts import routing_metrics, take_routing
 from openrlhf_ext.megatron.model.hf_weights import load_hf
+from openrlhf_ext.megatron.moving_average import MovingAverage
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import (

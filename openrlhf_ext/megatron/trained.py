@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.megatron.host_memory import FrozenCopy
+from openrlhf_ext.megatron.frozen import FrozenCopy
 from openrlhf_ext.megatron.layers.adapted import (
     adapter_parameters,
     add_adapters,

@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import FileEntry
 from openrlhf_ext.checkpoints.store import Witness, write_receipt
+from openrlhf_ext.groups.stores import open_store
+from openrlhf_ext.groups.watchdog import phase, start_watchdog
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.watchdog import phase, start_watchdog
 from openrlhf_ext.rollout.process import own_identity
-from openrlhf_ext.stores import open_store
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.critic import MegatronCritic

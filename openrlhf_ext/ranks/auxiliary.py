@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
+from openrlhf_ext.groups.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
-from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import RankActor, TrainedActor
 
 

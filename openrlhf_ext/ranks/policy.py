@@ -22,9 +22,9 @@ import torch.distributed as dist
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
+from openrlhf_ext.groups.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import TrainedActor
 from openrlhf_ext.ranks.movement import Movement
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf_ext.groups.watchdog import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
-from openrlhf_ext.megatron.watchdog import Gate, wait_for_all
 from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport

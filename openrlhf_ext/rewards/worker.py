@@ -12,7 +12,6 @@ is called, None of one in OpenRLHF's form; or ``("raised", traceback)`` or ``("i
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import os
@@ -24,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.groups.processes import die_with
 from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer, settled
 from openrlhf_ext.user_code import import_importable, line_of, told
@@ -31,7 +31,6 @@ from openrlhf_ext.user_code import import_importable, line_of, told
 RewardFunction = Callable[..., Any]
 # the parent asks for the Python stack before it kills a worker that hangs
 STACK_SIGNAL = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1
 _POSITIONAL = ("queries", "prompts", "labels")
 
 
@@ -179,11 +178,3 @@ def _told(error: BaseException) -> str:
         f"{told(error)}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if "
         "it needs more"
     )
-
-
-def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """The Linux kernel ends this process when its parent ends, even where native code holds the
-    interpreter lock."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
-    if os.getppid() != parent_pid:  # it ended before the kernel was asked
-        os._exit(1)

@@ -108,7 +108,7 @@ class RolloutEngine(compat.RolloutRayActor):
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and
             after every update
-                (`worker_extension`); None: quantize nothing.
+                (`rollout.quantized`); None: quantize nothing.
             adapter: rank and modules of those that updates bring, over the weights from the disk,
             which stay
                 (`adapters`); None: updates bring all weights.
@@ -120,7 +120,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import adapters, scheduler, worker_extension
+            from openrlhf_ext.rollout import adapters, quantized, scheduler, worker_extension
 
         self._configure_device_env(
             engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus
@@ -135,7 +135,7 @@ class RolloutEngine(compat.RolloutRayActor):
             **engine_args,
         }
         if bf16_layers is not None:
-            self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
+            self.kwargs = quantized.with_quantized_layers(self.kwargs, bf16_layers)
         if adapter is not None:
             self.kwargs = adapters.with_adapter(self.kwargs, *adapter)
         self._routed_experts = routed_experts

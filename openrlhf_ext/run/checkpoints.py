@@ -34,8 +34,8 @@ from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, 
 from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
-from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.inputs import MAP, InputError, check, reading
 from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
@@ -77,14 +77,14 @@ what one raised."""
 # --------------------------------------------------------------------------------------------------
 
 
-def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
+def checkpoint_store(config: TrainedConfig) -> CheckpointStore:
     return CheckpointStore(
         config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9, check_own=check_held
     )
 
 
 @contextmanager
-def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
+def own_folders(config: TrainedConfig) -> Iterator[None]:
     """Holds the locks of everything that the run writes into and moves aside, restarts included.
     Nothing half-written is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run,
     and no final model unless the run goes on. Raises ConfigError: another run has one of the
@@ -121,7 +121,7 @@ def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
         yield
 
 
-def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
+def _make_ready(config: TrainedConfig, store: CheckpointStore) -> None:
     """A run that goes on replaces its own final model."""
     _finish_interrupted(config, store)
     goes_on, moved = config.ckpt.load_enable, "%s holds %s of an earlier run%s: moved to %s"
@@ -133,7 +133,7 @@ def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) ->
                 logger.warning(moved, folder, "the final model", "", aside)
 
 
-def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
+def _folders(config: TrainedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
     """By the folders, links resolved: as they are named, and the options that name them."""
     named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
     if config.logger.metrics_path is not None:
@@ -145,9 +145,7 @@ def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[Path, tup
     return folders
 
 
-def check_shared_folders(
-    config: RunConfig | SupervisedConfig, call: Call, timeout_s: float
-) -> None:
+def check_shared_folders(config: TrainedConfig, call: Call, timeout_s: float) -> None:
     """What the run will write can be seen by all that must: said at the start, not when the last
     weights are lost. Raises CheckpointError: a folder here is not the one that the ranks see under
     its name."""
@@ -186,7 +184,7 @@ def clean_up(config: RunConfig) -> None:
         )
 
 
-def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
+def _finish_interrupted(config: TrainedConfig, store: CheckpointStore) -> None:
     store.clean()
     final = config.ckpt.output_dir
     for folder in (Path(final), Path(f"{final}_critic"), *store.folder.glob("global_step*_hf")):
@@ -228,7 +226,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: RunConfig | SupervisedConfig,
+        config: TrainedConfig,
         groups: Mapping[str, Call],
         data: Mapping[str, str],
         timeout_s: float,
@@ -458,7 +456,7 @@ def report_other_code(before: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def resumption(config: RunConfig | SupervisedConfig) -> str:
+def resumption(config: TrainedConfig) -> str:
     """How a user goes on with a run that has ended early."""
     if said := displaced():
         return said
@@ -479,7 +477,7 @@ class Resumed:
 
 
 def restore(
-    config: RunConfig | SupervisedConfig,
+    config: TrainedConfig,
     groups: Mapping[str, Call],
     data: Mapping[str, str],
     timeout_s: float,
@@ -498,7 +496,7 @@ def restore(
 
 
 def _restored(
-    config: RunConfig | SupervisedConfig,
+    config: TrainedConfig,
     groups: Mapping[str, Call],
     data: Mapping[str, str],
     timeout_s: float,
@@ -603,7 +601,7 @@ def _state_faults(
 
 
 def check_resume(
-    config: RunConfig | SupervisedConfig,
+    config: TrainedConfig,
     models: Mapping[str, Mapping[str, Any]],
     data: Mapping[str, str],
 ) -> list[str]:

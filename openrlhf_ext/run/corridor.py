@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.inputs import (
     INTEGER,
     MAP,
@@ -205,7 +204,7 @@ class Watch:
             logger.warning("%s:\n- %s%s", text, "\n- ".join(map(str, new[:_SHOWN])), more)
 
 
-def violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+def violations(config: TrainedConfig) -> Iterator[Violation]:
     """``train.corridor`` is a corridor, and of runs of this recipe."""
     path = config.train.corridor
     if path is None:

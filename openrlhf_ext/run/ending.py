@@ -7,8 +7,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import checkpoint_store, resumption
 
@@ -34,7 +33,7 @@ def hear_again(handlers: Mapping[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-def report_interruption(config: RunConfig | SupervisedConfig, events: EventLog, number: int) -> int:
+def report_interruption(config: TrainedConfig, events: EventLog, number: int) -> int:
     """Says what the run can go on from, after a signal; returns the exit code."""
     name = signal.Signals(number).name
     logger.warning("%s: %s", name, resumption(config))

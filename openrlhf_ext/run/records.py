@@ -12,9 +12,8 @@ from typing import Any
 
 from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
-from openrlhf_ext.config.upstream import namespace
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.locks import check_held
 from openrlhf_ext.options import required
@@ -31,8 +30,6 @@ from openrlhf_ext.reporting import (
 from openrlhf_ext.reporting.progress import (
     COLUMNS,
     PANELS,
-    SUPERVISED,
-    SUPERVISED_PANELS,
     Panel,
     lost_outputs,
 )
@@ -47,7 +44,7 @@ _DROPPED = ("filtered", "late", "unstarted", "skipped")
 _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
-def about(config: RunConfig | SupervisedConfig, **layout: int) -> dict[str, Any]:
+def about(config: TrainedConfig, **layout: int) -> dict[str, Any]:
     """What the first event of a run says: options without secrets, versions, this machine, layout,
     resume step."""
     sizes = config.layout
@@ -83,7 +80,7 @@ class Recorder:
 
     def __init__(
         self,
-        config: RunConfig | SupervisedConfig,
+        config: TrainedConfig,
         total_steps: int | None,
         resume_step: int,
         events: EventLog,
@@ -247,55 +244,3 @@ def step_record(
     record["time/idle_engines"] = max(0.0, record["time/step"] - sum(busy) / len(busy))
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
     return record
-
-
-class SupervisedRecorder(Recorder):
-    """Of a supervised run, on its rank 0."""
-
-    columns, panels = SUPERVISED, SUPERVISED_PANELS
-
-    def __init__(
-        self, config: SupervisedConfig, steps: int, resume_step: int, events: EventLog
-    ) -> None:
-        super().__init__(config, steps, resume_step, events)
-        self.every: int = config.logger.logging_steps
-        self.sinks: list[Any] = []
-        if config.logger.wandb.key or config.logger.tensorboard_dir:
-            # late: most runs, and all other ranks, need no OpenRLHF
-            from openrlhf_ext.compat import build_sinks
-
-            self.sinks = build_sinks(namespace(config.model_dump()))
-
-    def step(
-        self, step: int, metrics: Mapping[str, float], trained: int, tokens: int, seconds: float
-    ) -> None:
-        """One optimizer step: ``trained`` of ``tokens`` tokens were trained on."""
-        self.events.step = step
-        record = self.write(
-            step,
-            {
-                **{
-                    "loss/sft" if name == "loss/policy" else name: value
-                    for name, value in metrics.items()
-                },
-                "tokens/trained": trained,
-                "throughput/train_tokens_per_second": tokens / seconds,
-                "time/train": seconds,
-                "time/step": seconds,
-            },
-        )
-        if step % self.every == 0:
-            for sink in self.sinks:
-                sink.log_train(step, record)
-
-    def evaluation(self, step: int, loss: float, known: float, seconds: float) -> None:
-        logs = {"eval/loss": loss, "eval/known": known, "time/eval": seconds}
-        self.watch(step, self.writer.write(step, logs))
-        for sink in self.sinks:
-            sink.log_eval(step, logs)
-        logger.info("step %d: held-out loss %.4f%s", step, loss, self.said_label)
-
-    def close(self) -> None:
-        super().close()
-        for sink in self.sinks:
-            sink.close()

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import CheckpointError, FileEntry
 from openrlhf_ext.checkpoints.store import Witness
+from openrlhf_ext.groups.watchdog import wait_for_all
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.checkpoint import check_loaded, load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.watchdog import wait_for_all
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from openrlhf_ext.config.file_rules import wanted_examples
 from openrlhf_ext.config.records import read_records
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft_rules import wanted_examples
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options import required

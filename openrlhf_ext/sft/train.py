@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.groups.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import chosen_factors
@@ -32,7 +33,6 @@ from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, row_
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.step.dealing import deal_rows
 from openrlhf_ext.megatron.step.schedule import sum_over_replicas
-from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Rollout, Train
 from openrlhf_ext.ranks.movement import Moved, Movement, check_gauges, movement_gauges
@@ -46,11 +46,12 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import listened, note_end, report_interruption
-from openrlhf_ext.run.records import SupervisedRecorder, about
+from openrlhf_ext.run.records import about
 from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
 from openrlhf_ext.sft.gauges import ExampleGauges, known_fraction
 from openrlhf_ext.sft.loss import Answers, SupervisedLoss
+from openrlhf_ext.sft.recorder import SupervisedRecorder
 
 logger = logging.getLogger(__name__)
 

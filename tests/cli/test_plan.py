@@ -21,8 +21,8 @@ from openrlhf_ext.cli import plan
 from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.tools.plan.search import SHARES
-from openrlhf_ext.tools.plan.seconds import MIXTURE_ERROR, STEP_ERROR, Assumptions
+from openrlhf_ext.planning.search import SHARES
+from openrlhf_ext.planning.seconds import MIXTURE_ERROR, STEP_ERROR, Assumptions
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.models import make_tiny_policy
@@ -54,7 +54,7 @@ QWEN25_7B = [
 )
 def test_models_have_their_published_numbers_of_parameters(name, parameters):
     from openrlhf_ext.megatron.layout import ParallelLayout
-    from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
+    from openrlhf_ext.planning.memory import StateOptions, rank_states
 
     shape = read_model_shape(ROOT / "configs/models" / name)
     assert rank_states(shape, ParallelLayout(1), 0, StateOptions()).parameters == parameters

@@ -11,8 +11,8 @@ import pytest
 
 from openrlhf_ext.config import ConfigError, RunConfig, build_config, load_config
 from openrlhf_ext.config.load import load as load_of
-from openrlhf_ext.config.rules import check_supervised
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft_rules import check_supervised
 
 
 def load_supervised(words: list[str]) -> SupervisedConfig:

@@ -13,8 +13,8 @@ from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
-from openrlhf_ext.tools.plan.memory import GIB
-from openrlhf_ext.tools.plan.search import Planner
+from openrlhf_ext.planning.memory import GIB
+from openrlhf_ext.planning.search import Planner
 from tests.config.conftest import MIXTURE, MODEL
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.cli.train_sft import main
-from openrlhf_ext.config.rules import launcher
 from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft_rules import launcher
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.options import ConfigError, value_of
 from openrlhf_ext.options.table import table_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from openrlhf_ext.checkpoints.tensors import digest
-from openrlhf_ext.driver import gauges
-from openrlhf_ext.driver.gauges import DriftCheck, DriftError
+from openrlhf_ext.driver import drift
+from openrlhf_ext.driver.drift import DriftCheck, DriftError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import is_documented
 
@@ -21,7 +21,7 @@ def check(monkeypatch):
     """A check of two ranks whose digests the test sets."""
     group = SimpleNamespace(digests=["a", "b"])
     monkeypatch.setattr(
-        gauges, "call_ranks", lambda group, who, method, timeout_s: list(group.digests)
+        drift, "call_ranks", lambda group, who, method, timeout_s: list(group.digests)
     )
     check = DriftCheck(group, tolerance=1e-4, mismatch_tolerance=0.2, timeout_s=1.0)
     check.before_training()

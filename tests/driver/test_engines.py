@@ -28,7 +28,6 @@ from openrlhf_ext.driver.engines import (
     engines_at_fault,
     is_engine_fault,
 )
-from openrlhf_ext.driver.experience import routed_by_engines, sequences_of
 from openrlhf_ext.driver.rollouts import (
     Group,
     GroupRequests,
@@ -36,6 +35,7 @@ from openrlhf_ext.driver.rollouts import (
     groups_from_plain,
     plain_groups,
 )
+from openrlhf_ext.driver.scoring import routed_by_engines, sequences_of
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines

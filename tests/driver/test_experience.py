@@ -14,21 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, kl
-from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.checkpoints.files import plain_copy
-from openrlhf_ext.driver import experience
-from openrlhf_ext.driver.experience import (
-    ExperienceMaker,
-    responses_of,
-    rollout_batch,
-    training_shards,
-)
-from openrlhf_ext.driver.gauges import recounted
+from openrlhf_ext.driver import scoring
+from openrlhf_ext.driver.description import recounted
+from openrlhf_ext.driver.experience import Described, ExperienceMaker, training_shards
+from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.rollouts import Group, Prompt
-from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, deal
+from openrlhf_ext.driver.scoring import Scorer, Scoring, responses_of, rollout_batch
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.dealing import deal, group_chunks
 from openrlhf_ext.options.sections import Actor
 from openrlhf_ext.ranks.movement import check_gauges
 from openrlhf_ext.reporting import is_documented
@@ -108,9 +104,9 @@ def group(text: str, count: int) -> SimpleNamespace:
 
 
 def ordered(texts: list[str], per_step: int, seed: int = 1, batches: int = 0) -> list[str]:
-    made = ExperienceMaker(None, None, group_size=2, mini_batch_size=2 * per_step, seed=seed)
-    made.batches = batches
-    return [each.prompt.text for each in made._ordered([group(text, 2) for text in texts])]
+    scoring = Scoring(None, group_size=2, mini_batch_size=2 * per_step, seed=seed)
+    groups = scoring.ordered([group(text, 2) for text in texts], batches)
+    return [each.prompt.text for each in groups]
 
 
 def test_groups_are_sorted_by_prompt_where_there_is_one_update():
@@ -155,14 +151,16 @@ def maker(kl: KLCoefficient, replicas: int = 2) -> ExperienceMaker:
         replicas, 1, forward=lambda batch: [scored(0.1)(batch), scored(-0.2)(batch)]
     )
     reference = LocalGroup(1, 1, forward=scored(0.2))
-    return ExperienceMaker(
-        policy,
-        algorithm=get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"}),
-        group_size=2,
-        mini_batch_size=2,
-        reference=Scorer(reference, "forward"),
-        kl=kl,
+    scoring = Scoring(
+        policy, group_size=2, mini_batch_size=2, reference=Scorer(reference, "forward")
     )
+    algorithm = get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"})
+    return ExperienceMaker(scoring, algorithm, kl=kl)
+
+
+def described(maker: ExperienceMaker, groups: list[Group], version: int = 4) -> Described:
+    """A batch after its step; its completions are shown."""
+    return maker.described(maker.make(groups, version, get, shown=0), get)
 
 
 def graded(number: int, *, truncated: tuple[bool, bool] = (False, False)) -> Group:
@@ -178,7 +176,9 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     made = maker(KLCoefficient(0.5, target=0.01, horizon=4))
     made.kl.update(1.0, 4)
     groups = [graded(0, truncated=(False, True)), graded(1)]
-    experience = made.make(groups, version=4, get=get, shown=0)
+    shards = made.make(groups, version=4, get=get).shards
+    made.batches = 0
+    experience = described(made, groups)
     assert (
         experience.metrics["response/truncated_rate"] == 0.25
         and experience.metrics["staleness/max"] == 1
@@ -190,18 +190,18 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     assert [sample["truncated"] for sample in experience.samples] == [False, True, False, False]
     carries_loss = [sample["loss_mask"] for sample in experience.samples]
     assert carries_loss == [[1, 1], [0, 0], [1, 1], [1, 1]], "what was cut off teaches nothing"
-    losses = [mini for shard in experience.shards for mini in shard.mini_batches if len(mini)]
+    losses = [mini for shard in shards for mini in shard.mini_batches if len(mini)]
     assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, (
         "as it was steered to"
     )
-    assert [shard.seed for shard in experience.shards] == [1, 1]
+    assert [shard.seed for shard in shards] == [1, 1]
 
 
 def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch, caplog) -> None:
     """One of many rows hardly moves a correlation."""
     made = maker(KLCoefficient(0.5))
     groups = [graded(number) for number in range(8)]
-    assert made.make(groups, 4, get).metrics["mismatch/rewards"] == 0.0
+    assert described(made, groups).metrics["mismatch/rewards"] == 0.0
 
     def spoiled(*arguments: Any) -> RolloutBatch:
         rollout = rollout_batch(*arguments)
@@ -209,8 +209,8 @@ def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch, caplog) -
             rollout, rewards=torch.cat([rollout.rewards[:-1], rollout.rewards[-1:] + 1e-6])
         )
 
-    monkeypatch.setattr(experience, "rollout_batch", spoiled)
-    found = made.make(groups, 4, get).metrics
+    monkeypatch.setattr(scoring, "rollout_batch", spoiled)
+    found = described(made, groups).metrics
     assert found["mismatch/rewards"] == pytest.approx(1e-6) and is_documented("mismatch/rewards")
     check_gauges(1, found, Actor())
     assert caplog.messages[-1].startswith("step 1: mismatch/rewards is 1e-06: not possible")
@@ -222,11 +222,12 @@ def test_an_estimator_that_driver_and_ranks_have_wrong_alike_is_seen(
     monkeypatch, exchanged, cut
 ) -> None:
     made = maker(KLCoefficient(0.5), replicas=1)
-    made.mini_batch_size = 4
+    made.scoring.mini_batch_size = 4
     if exchanged:
         monkeypatch.setitem(kl.KL_ESTIMATORS, "k3", lambda new_N, ref_N: kl.kl_k3(ref_N, new_N))
-    found = made.make([graded(0, truncated=(False, cut)), graded(1)], 4, get)
-    ((mini,),) = (shard.mini_batches for shard in found.shards)
+    experience = made.make([graded(0, truncated=(False, cut)), graded(1)], 4, get)
+    found = made.described(experience, get)
+    ((mini,),) = (shard.mini_batches for shard in experience.shards)
     loss = mini.algorithm.loss(mini.old_logprobs, mini)
     first = {"first/loss": float(loss.value), "first/ref_kl": float(loss.metrics["ref_kl"])}
     gauges = recounted(found.metrics | first)
@@ -242,21 +243,17 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
     """What the run is told, and the next KL coefficient, are as with a pass; the loss has no old
     log-probs, or those of the engines."""
     with_pass, without = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
-    without.source = source
+    without.scoring.source = source
     groups = [graded(0), graded(1)]
-    expected, made = (
-        each.make(groups, version=4, get=get, shown=0) for each in (with_pass, without)
-    )
-    assert (
-        made.old is None
-        and made.samples == []
-        and not {"kl/rollout", "entropy/mean"} & set(made.metrics)
-    )
+    expected = described(with_pass, groups)
+    made = without.make(groups, version=4, get=get, shown=0)
+    policy = without.scoring.policy
+    assert made.scored.old is None
     own = {mini.old_logprobs is not None for shard in made.shards for mini in shard.mini_batches}
-    assert own == {source == "engine"} and without.policy.calls == []
-    forward = without.policy.methods["forward"]
-    without.policy.answers["seen_logprobs"] = [forward(shard.sequences) for shard in made.shards]
-    after = without.completed(made, get)
+    assert own == {source == "engine"} and policy.calls == []
+    forward = policy.methods["forward"]
+    policy.answers["seen_logprobs"] = [forward(shard.sequences) for shard in made.shards]
+    after = without.described(made, get)
     # ratios are to the engines' log-probs: another loss
     times = {"time/logprob", "time/shape", *(["expected/loss"] if source == "engine" else [])}
     found, wanted = (
@@ -267,7 +264,6 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
         after.old.logprobs_N, expected.old.logprobs_N
     )
     assert without.kl.value == with_pass.kl.value != 0.5
-    assert without.completed(after, get) is after
 
 
 def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> None:
@@ -280,9 +276,7 @@ def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> No
     }
     groups[0].responses[0] = dataclasses.replace(first, **turns)
     groups[1] = dataclasses.replace(groups[1], prompt=Prompt(1, "1", {"answer": ["x", 2]}))
-    two, plain, *labeled = (
-        maker(KLCoefficient(0.5)).make(groups, version=3, get=get, shown=0).samples
-    )
+    two, plain, *labeled = described(maker(KLCoefficient(0.5)), groups, version=3).samples
     assert (
         two["token_ids"] == [5, 8, 9, 6, 7]
         and two["environment"] == [0, 1, 1, 0, 1]
@@ -308,7 +302,7 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     made = maker(KLCoefficient(0.5))
     # one token was added
     ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)
-    made.reward = Scorer(ends, "forward")
+    made.scoring.reward = Scorer(ends, "forward")
     groups = [
         Group(
             group.prompt,
@@ -320,7 +314,7 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     groups[0].responses[1] = dataclasses.replace(
         longer, tokens_S=np.append(longer.tokens_S, np.int32(7)), versions=()
     )
-    experience = made.make(groups, version=4, get=get, shown=0)
+    experience = described(made, groups)
     lengths = [[len(one.tokens_S) for one in group.responses] for group in experience.groups]
     assert [[one.reward for one in group.responses] for group in experience.groups] == [
         [length - 3.0 for length in group] for group in lengths
@@ -346,12 +340,14 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
 
 def test_a_resumed_run_goes_on_with_its_count_of_batches_and_its_coefficient() -> None:
     before, resumed = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
-    before.make([graded(0), graded(1)], version=3, get=get)
+    described(before, [graded(0), graded(1)], version=3)
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert resumed.state_dict() == before.state_dict() != maker(KLCoefficient(0.5)).state_dict()
-    one, other = (it.make([graded(2), graded(3)], version=4, get=get) for it in (before, resumed))
+    makers, groups = (before, resumed), [graded(2), graded(3)]
+    one, other = (it.make(groups, version=4, get=get) for it in makers)
     assert one.shards[0].seed == other.shards[0].seed == 2
-    assert one.metrics["kl/coef"] == other.metrics["kl/coef"] == pytest.approx(0.6)
+    found = [it.described(made, get) for it, made in zip(makers, (one, other), strict=True)]
+    assert [each.metrics["kl/coef"] for each in found] == [pytest.approx(0.6)] * 2
 
 
 class RunningMean(Grpo):

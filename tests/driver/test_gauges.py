@@ -13,9 +13,8 @@ from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, segments
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import gauges
-from openrlhf_ext.driver.gauges import (
+from openrlhf_ext.driver.description import (
     DEFAULT_BAND,
-    StepGauges,
     advantage_gauges,
     batch_metrics,
     conflict_gauges,
@@ -25,13 +24,12 @@ from openrlhf_ext.driver.gauges import (
     guide_gauges,
     mismatch_gauges,
     policy_mismatch,
-    rank_gauges,
     recounted,
     reward_metrics,
     staleness_metrics,
     text_metrics,
-    throughput_gauges,
 )
+from openrlhf_ext.driver.gauges import StepGauges, rank_gauges, throughput_gauges
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.movement import Moved

@@ -10,7 +10,6 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +126,8 @@ class Attempt(World):
         self.version = self.requests.version = max(0, step - 1)
         sources, texts, labels = map(list, zip(*list.__iter__(Loader(PROMPTS)), strict=True))
         prompts = PromptData(texts, labels, sources, 0, range(PROMPTS))
-        begin_ledger(self.loop.config, SimpleNamespace(prompts=prompts), self.loop)
+        self.loop.prompts = prompts
+        begin_ledger(self.loop)
 
     def make(self, groups: list[Group], *given: Any, **named: Any) -> Any:
         self.life.trained[self.loop.step + 1] = [group.prompt.number for group in groups]

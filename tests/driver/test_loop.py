@@ -19,13 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
-from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.evaluation import HeldOut
-from openrlhf_ext.driver.experience import Experience
-from openrlhf_ext.driver.gauges import StepJudge, StepProfiler
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.profiler import StepProfiler
 from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
@@ -36,6 +34,7 @@ from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.run.checkpoints import Resumed
+from openrlhf_ext.run.judge import StepJudge
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -81,16 +80,18 @@ class World:
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
             make=self.make,
-            completed=lambda made, get: made,
-            old_logprobs=self.old_logprobs,
+            described=lambda made, get: made,
+            scoring=SimpleNamespace(old_logprobs=self.old_logprobs, engine_entropies=False),
             algorithm=None,
             load_state_dict=lambda state: None,
-            engine_entropies=False,
             state_dict=lambda: {"batches": self.loop.step},
             critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
         )
         self.loop = TrainingLoop(
+            **unused_parts(),
             config=config,
+            session=SimpleNamespace(guard=Guard()),
+            events=EventLog(),
             policy=self,
             rollouts=Rollouts(PromptStream(Loader(6), 1), self.requests, config, deadline),
             experience=experience,
@@ -106,7 +107,6 @@ class World:
                 last_evaluation=-1,
                 step=self.record,
                 evaluation=self.evaluated,
-                events=EventLog(),
                 samples=SimpleNamespace(groups_due=lambda step: None),
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
                 repeat_from=lambda step, dropped: self.told.append(
@@ -118,7 +118,6 @@ class World:
             progress=Progress(6, config.rollout.batch_size),
             held_out=[held_out()],
             tokenizer=SimpleNamespace(batch_decode=lambda tokens: [""] * len(tokens)),
-            guard=Guard(),
             profiler=StepProfiler(self, config, 3, EventLog()),
             checkpointer=SimpleNamespace(
                 after_step=self.save,
@@ -139,10 +138,17 @@ class World:
         self.told.append(what)
         self.during.pop(f"{what} {self.loop.step}", lambda: None)()
 
-    def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
+    def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Any:
         self.tell("score")
         self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
-        return Experience(["shard"], None, None, metrics={"tokens/generated": 8.0}, groups=groups)
+        return SimpleNamespace(
+            shards=["shard"],
+            batch=None,
+            old=None,
+            metrics={"tokens/generated": 8.0},
+            groups=groups,
+            samples=[],
+        )
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""
@@ -267,7 +273,7 @@ def not_finite() -> None:
 def test_a_step_that_is_not_finite_is_undone_and_its_prompts_are_left_out(tmp_path: Path) -> None:
     world = World(train={"rollback_on": ["nan"]}, ckpt={"save_steps": 1}, eval={"steps": -1})
     world.during["fit 1"] = not_finite
-    with EventLog(tmp_path / "events.jsonl") as world.loop.recorder.events:
+    with EventLog(tmp_path / "events.jsonl") as world.loop.events:
         world.loop.run()
     assert world.told[5:] == [
         "save 1 alone",
@@ -557,12 +563,10 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
 ) -> None:
     advantage = {"estimator": "gtpo_conflict", "is_correction_level": "token"}
     own = {"gamma": 0.3, "initial_entropy_prompts": 7}
-    config = RunConfig.model_validate({"algo": {"advantage": advantage, "gtpo_conflict": own}})
-    taken, world = [], World()
-    first = SimpleNamespace(first=lambda count: taken.append(count) or Loader(2))
-    parts = SimpleNamespace(prompts=first)
+    taken, world = [], World(algo={"advantage": advantage, "gtpo_conflict": own})
+    world.loop.prompts = SimpleNamespace(first=lambda count: taken.append(count) or Loader(2))
     monkeypatch.setattr(data, "dataloader", lambda prompts: prompts)
-    job.set_initial_entropy(config, world.loop, parts)
+    job.set_initial_entropy(world.loop)
     algorithm = world.loop.experience.algorithm
     # completions are the tokens 1 (length of the prompt's text) and 4
     assert algorithm.options.h_ini == world.loop.initial_entropy == pytest.approx((0.1 + 0.4) / 2)
@@ -570,12 +574,12 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
     assert world.told == [(0, {"algorithm/initial_entropy": world.loop.initial_entropy})]
 
     world.loop.initial_entropy = 0.123
-    job.set_initial_entropy(config, world.loop, parts)
+    job.set_initial_entropy(world.loop)
     assert world.loop.experience.algorithm.options.h_ini == 0.123 and taken == [7]
     assert "no effect" not in caplog.text
 
     world.loop.initial_entropy = 0.7  # Qwen's is above ln 2: only_neg would do nothing, silently
-    job.set_initial_entropy(config, world.loop, parts)
+    job.set_initial_entropy(world.loop)
     assert (
         "filter has no effect: got all, and h_ini 0.7 is not below ln 2; to filter all the same"
         in caplog.text
@@ -588,10 +592,9 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
 class Maker:
     """Stands in for the experience maker."""
 
-    engine_entropies = False
-
     def __init__(self) -> None:
         self.state: Any = None
+        self.scoring = SimpleNamespace(engine_entropies=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": 7, "kl": {"value": 0.25}}
@@ -600,11 +603,18 @@ class Maker:
         self.state = state
 
 
+def unused_parts() -> dict[str, None]:
+    return dict.fromkeys(["auxiliary", "prompts", "held_out_data", "steps", "trained", "resumed"])
+
+
 def half_loop(requests: Requests) -> TrainingLoop:
     """A loop with what its state consists of."""
     stream = PromptStream(Loader(20), episodes=2)
     how = options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1)
     unused = (
+        *unused_parts(),
+        "session",
+        "events",
         "policy",
         "supervisor",
         "sharing",
@@ -613,7 +623,6 @@ def half_loop(requests: Requests) -> TrainingLoop:
         "tokenizer",
         "checkpointer",
         "profiler",
-        "guard",
     )
     return TrainingLoop(
         config=how,
@@ -703,7 +712,7 @@ def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_th
     state, arrays = through_files(tmp_path, *loop.state())
     again = Requests(at_once=True)
     fresh = half_loop(again)
-    fresh.experience.engine_entropies = True
+    fresh.experience.scoring.engine_entropies = True
     fresh.restore(state, arrays)
     by_number = {group.prompt.number: group for group in fresh.rollouts.take(0)}
     assert "were sampled without entropies, which algo.entropies engine needs" in caplog.text

@@ -18,15 +18,11 @@ from openrlhf_ext.config import ConfigError, build_config, load_config
 from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, old_logprobs
 from openrlhf_ext.driver import job, preflight
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.preflight import (
-    check_files,
-    checkpoint_violations,
-    findings,
-    try_user_code,
-    unseen_inputs,
-)
+from openrlhf_ext.driver.preflight import check_files, checkpoint_violations, findings
 from openrlhf_ext.driver.settings import build_algorithm, probe_tolerance
+from openrlhf_ext.driver.trials import try_user_code
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
+from openrlhf_ext.run.preflight import unseen_inputs
 from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_policy

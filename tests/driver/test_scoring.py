@@ -12,14 +12,10 @@ import torch
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_loss
-from openrlhf_ext.driver.scoring import (
-    KLCoefficient,
-    Scorer,
-    ValueTrainer,
-    reference_kl,
-    value_metrics,
-    value_shards,
-)
+from openrlhf_ext.driver.critic import ValueTrainer, value_shards
+from openrlhf_ext.driver.description import reference_kl, value_metrics
+from openrlhf_ext.driver.kl import KLCoefficient
+from openrlhf_ext.driver.scoring import Scorer
 from tests.megatron.reference import make_batch
 from tests.ranks.helpers import LocalGroup, get
 
@@ -32,7 +28,7 @@ def test_scores_are_those_of_their_rows(replicas, ranks):
         return batch.targets_N.float().numpy()
 
     group = LocalGroup(replicas, ranks, forward=token_ids)
-    scores_N = Scorer(group, "forward").start(batch).result(get)
+    scores_N = Scorer(group, "forward").start_scores(batch).result(get)
     assert torch.equal(scores_N, batch.targets_N.float())
     assert scores_N.dtype == torch.float32 and batch.targets_N.any()
 

@@ -7,6 +7,7 @@ weights.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -97,11 +98,11 @@ def main(folder: Path) -> None:
         for estimator in OPTIONS:
             config = config_of(task, estimator)
             ask("load_state", folder=start, name="policy")
-            loop = job.build_loop(config, parts)
+            loop = job.build_loop(dataclasses.replace(parts, config=config))
             if "engine" in (config.algo.entropies, config.algo.old_logprobs):
                 loop.publish()  # the engine has the weights of the estimator before
             if initial_entropy_prompts(config):
-                job.set_initial_entropy(config, loop, parts)
+                job.set_initial_entropy(loop)
             loop.run()
             loop.recorder.close()
             ask("save_model", path=config.ckpt.output_dir)

@@ -158,7 +158,7 @@ def main(folder: Path) -> None:
             resumed = restore(
                 config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog()
             )
-            loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed))
+            loop = job.build_loop(dataclasses.replace(parts, config=config, resumed=resumed))
             if name in TROUBLES:
                 TROUBLES[name](loop)
             loop.run()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def main(folder: Path) -> None:
     with session:
         parts = job.build_parts(base, session, EventLog())
         for config in (base, load_config(task.options("grpo", **IN_LOSS, **agent))):
-            loop = job.build_loop(config, parts)
+            loop = job.build_loop(dataclasses.replace(parts, config=config))
             loop.run()
             loop.recorder.close()
         parts.auxiliary.save(base)

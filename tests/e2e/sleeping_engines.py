@@ -11,13 +11,14 @@ import ray
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.driver import job
+from openrlhf_ext.driver.loop import Parts
 
 build_loop = job.build_loop
 
 
-def sabotaged(config: Any, parts: job.Parts) -> Any:
+def sabotaged(parts: Parts) -> Any:
     """The job's loop, which does the harm right before it trains, when the engines sleep."""
-    loop = build_loop(config, parts)
+    loop = build_loop(parts)
     train = loop.train
 
     def harm_and_train(shards: list) -> dict:

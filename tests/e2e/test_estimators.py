@@ -19,9 +19,9 @@ from benchmarks.study.decoding import Sampled
 from benchmarks.study.settings import Evaluation, resolve
 from benchmarks.study.training import Rollout, StudyRun
 from openrlhf_ext.algorithms import algorithm_names, get_algorithm
-from openrlhf_ext.algorithms.groups import mini_batch_order
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
+from openrlhf_ext.megatron.step.dealing import mini_batch_order
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.estimators import OPTIONS, SAME_FOR_ALL

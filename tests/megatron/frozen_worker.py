@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.host_memory import FrozenCopy
+from openrlhf_ext.megatron.frozen import FrozenCopy
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings

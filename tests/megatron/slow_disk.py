@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from openrlhf_ext.megatron import watchdog
+from openrlhf_ext.groups import watchdog
 from tests.patience import PATIENCE_S, until
 
 

@@ -8,8 +8,9 @@ import functools
 import pytest
 import torch
 
-from openrlhf_ext.megatron import host_memory
-from openrlhf_ext.megatron.host_memory import FrozenCopy, HostArena
+from openrlhf_ext.megatron import frozen
+from openrlhf_ext.megatron.frozen import FrozenCopy
+from openrlhf_ext.megatron.host_memory import HostArena
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.megatron.reference import reference as transformers_outcome
@@ -91,7 +92,7 @@ def test_a_guide_scores_as_in_transformers_and_changes_nothing(ranks, index):
 def test_parameters_may_lie_across_the_chunks_of_pinned_memory(monkeypatch):
     """torch rounds a pinned block up to a power of two: whole chunks waste nothing, a block per
     parameter would."""
-    monkeypatch.setattr(host_memory, "HostArena", functools.partial(HostArena, chunk_bytes=600))
+    monkeypatch.setattr(frozen, "HostArena", functools.partial(HostArena, chunk_bytes=600))
     model = torch.nn.Sequential(torch.nn.Linear(13, 11), torch.nn.Linear(11, 40)).bfloat16()
     start = [p.detach().clone() for p in model.parameters()]
     copy = FrozenCopy([model])

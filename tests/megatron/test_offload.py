@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import Recipe
-from openrlhf_ext.megatron import host_memory
-from openrlhf_ext.megatron.host_memory import HostArena, ModelStates, MovingAverage
+from openrlhf_ext.megatron import moving_average
+from openrlhf_ext.megatron.host_memory import HostArena, ModelStates
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
+from openrlhf_ext.megatron.moving_average import MovingAverage
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model
@@ -156,8 +157,8 @@ def test_a_cpu_storage_that_numpy_has_seen_is_zero_while_away_and_comes_back():
 
 def test_a_moving_average_in_blocks_is_the_formula_in_one_piece(monkeypatch):
     """Blocks that end neither with a parameter nor with a piece of the arena."""
-    monkeypatch.setattr(host_memory, "_BLOCK_ENTRIES", 7)
-    monkeypatch.setattr(host_memory, "HostArena", functools.partial(HostArena, chunk_bytes=1024))
+    monkeypatch.setattr(moving_average, "_BLOCK_ENTRIES", 7)
+    monkeypatch.setattr(moving_average, "HostArena", functools.partial(HostArena, chunk_bytes=1024))
     model = torch.nn.Linear(61, 13, dtype=torch.bfloat16)
     kept = MovingAverage([model], beta=0.75)
     wanted = {name: p.detach().float() for name, p in model.named_parameters()}

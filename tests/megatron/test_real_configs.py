@@ -18,8 +18,8 @@ import torch
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.planning.memory import entries
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
-from openrlhf_ext.tools.plan.memory import entries
 
 MODELS = json.loads(Path(__file__).with_name("real_configs.json").read_text())
 LAYERS = 4  # of the ones that are built: more are alike

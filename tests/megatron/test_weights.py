@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from openrlhf_ext.config.files import tokenizer_fault
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.experience import training_shards
-from openrlhf_ext.driver.scoring import deal
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.step.dealing import deal, group_chunks
 from tests.driver.test_experience import GROUP, make_batch
 from tests.launch import launch
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from openrlhf_ext.groups.stores import open_store
 from openrlhf_ext.rollout.sync.base import (
     GO,
     YES,
@@ -24,7 +25,6 @@ from openrlhf_ext.rollout.sync.base import (
 from openrlhf_ext.rollout.sync.gloo import Gloo
 from openrlhf_ext.rollout.sync.nccl import Nccl
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
-from openrlhf_ext.stores import open_store
 from tests.patience import PATIENCE_S, SOONER_S
 from tests.rollout.updates import plan
 

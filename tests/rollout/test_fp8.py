@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnline
 
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.options.sections import Vllm
-from openrlhf_ext.rollout import launch, worker_extension
+from openrlhf_ext.rollout import launch, quantized
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
 from openrlhf_ext.rollout.response import EngineStartError, NotFP8
 from openrlhf_ext.rollout.sync import find_transport
@@ -235,9 +235,7 @@ def linear(kernel: Any, scales: Tensor | None = None, method: Any = None) -> nn.
         method = object.__new__(Fp8PerBlockOnlineLinearMethod)
         method.fp8_linear = object.__new__(kernel)
     module.quant_method = method
-    module.weight = nn.Parameter(
-        torch.zeros(200, 130).to(worker_extension.E4M3), requires_grad=False
-    )
+    module.weight = nn.Parameter(torch.zeros(200, 130).to(quantized.E4M3), requires_grad=False)
     module.weight_scale_inv = torch.ones(2, 2) if scales is None else scales
     return module
 
@@ -245,7 +243,7 @@ def linear(kernel: Any, scales: Tensor | None = None, method: Any = None) -> nn.
 def prove(module: nn.Module, bf16_layers: tuple[int, ...] = ()) -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.ModuleDict({"o_proj": module})])
-    worker_extension.require_fp8(model, bf16_layers)
+    quantized.require_fp8(model, bf16_layers)
 
 
 @pytest.mark.parametrize(
@@ -282,14 +280,14 @@ def test_other_layers_and_scales_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         prove(linear(kernel, method=plain))
     with pytest.raises(NotFP8, match="quantizes it, although it is to stay in BF16"):
         prove(linear(kernel), bf16_layers=(0,))
-    monkeypatch.setattr(worker_extension, "is_deep_gemm_e8m0_used", lambda: True)
+    monkeypatch.setattr(quantized, "is_deep_gemm_e8m0_used", lambda: True)
     with pytest.raises(NotFP8, match="VLLM_USE_DEEP_GEMM_E8M0=0"):
         prove(linear(kernel))
 
 
 def test_layers_in_bf16_are_named_to_vllm_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_extension, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    args = worker_extension.with_quantized_layers({"model": "m"}, [1, 27])
+    monkeypatch.setattr(quantized, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    args = quantized.with_quantized_layers({"model": "m"}, [1, 27])
     assert args["quantization"] == "fp8_per_block"
     ignore = resolve_quantization_config(args["quantization"], args["quantization_config"]).ignore
     names = {

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
+from openrlhf_ext.rollout.held_weights import HeldWeights
 from openrlhf_ext.rollout.sync import plan as plan_module
 from openrlhf_ext.rollout.sync.plan import (
     WeightSyncMismatch,
@@ -25,7 +26,6 @@ from openrlhf_ext.rollout.sync.plan import (
     together,
     words,
 )
-from openrlhf_ext.rollout.worker_extension import HeldWeights
 from tests.rollout.updates import plan_of
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 192

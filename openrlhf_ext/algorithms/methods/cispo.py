@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch, TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
+from openrlhf_ext.algorithms.losses import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipIntervalOptions,

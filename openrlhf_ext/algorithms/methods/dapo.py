@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
+from openrlhf_ext.algorithms.losses import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
+    Aggregation,
     Degenerate,
     TokenGroupOptions,
+    agg,
     clip_high,
+    clip_low,
     degenerate,
 )
 from openrlhf_ext.options import Float
@@ -15,7 +18,9 @@ from openrlhf_ext.options import Float
 
 class DapoOptions(TokenGroupOptions):
     degenerate: Degenerate = degenerate("drop")
+    clip_low: Float | None = clip_low(0.2)
     clip_high: Float | None = clip_high(0.28)
+    agg: Aggregation = agg("token-mean")
 
 
 @register_algorithm("dapo", DapoOptions)

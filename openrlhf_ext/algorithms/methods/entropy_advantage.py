@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
+from openrlhf_ext.algorithms.losses import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     Degenerate,
     TokenGroupOptions,

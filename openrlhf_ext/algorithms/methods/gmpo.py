@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch, SequenceAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
-from openrlhf_ext.algorithms.losses import clipped_surrogate
+from openrlhf_ext.algorithms.losses import GroupRelative, clipped_surrogate
 from openrlhf_ext.algorithms.option_blocks import Degenerate, GroupOptions, degenerate
 from openrlhf_ext.options import Float
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
+from openrlhf_ext.algorithms.losses import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     Aggregation,
     Degenerate,

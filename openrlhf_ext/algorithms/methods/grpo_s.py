@@ -23,9 +23,9 @@ from openrlhf_ext.algorithms.entropy_shaping import (
     class_pools,
     no_share_error,
 )
-from openrlhf_ext.algorithms.group_advantage import divide_by_std
 from openrlhf_ext.algorithms.groups import Moments, segment_sum
 from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.losses import divide_by_std
 from openrlhf_ext.algorithms.option_blocks import (
     Ddof,
     Degenerate,

@@ -31,8 +31,8 @@ from openrlhf_ext.algorithms import (
 )
 from openrlhf_ext.algorithms.base import Derived
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
-from openrlhf_ext.algorithms.group_advantage import group_advantages
 from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
+from openrlhf_ext.algorithms.losses import group_advantages
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     Ddof,

@@ -26,9 +26,9 @@ from openrlhf_ext.algorithms.entropy_shaping import (
     class_pools,
     make_cohorts,
 )
-from openrlhf_ext.algorithms.group_advantage import require_positive_std
 from openrlhf_ext.algorithms.groups import Moments
 from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.losses import require_positive_std
 from openrlhf_ext.algorithms.option_blocks import (
     Ddof,
     Degenerate,

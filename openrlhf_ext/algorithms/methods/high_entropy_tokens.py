@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.base import Derived
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
+from openrlhf_ext.algorithms.losses import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,

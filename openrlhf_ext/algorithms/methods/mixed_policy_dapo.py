@@ -25,8 +25,7 @@ from openrlhf_ext.algorithms import (
 )
 from openrlhf_ext.algorithms.base import MOST_LOGPROB
 from openrlhf_ext.algorithms.batch import check_values
-from openrlhf_ext.algorithms.group_advantage import GroupRelative
-from openrlhf_ext.algorithms.losses import clipped_surrogate
+from openrlhf_ext.algorithms.losses import GroupRelative, clipped_surrogate
 from openrlhf_ext.algorithms.methods.dapo import DapoOptions
 from openrlhf_ext.options import Float
 

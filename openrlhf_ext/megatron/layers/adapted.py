@@ -190,10 +190,10 @@ class Adapted:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         axes = {"weight": 1, "lora_a": 1} if self.is_row else {"weight": 0, "bias": 0, "lora_b": 0}
         state = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+            self.state_dict(prefix="", keep_vars=True),  # type: ignore[attr-defined]
             prefix,
             axes,
-            sharded_offsets,  # type: ignore[attr-defined]
+            sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )

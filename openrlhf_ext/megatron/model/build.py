@@ -366,7 +366,7 @@ def build_model(
     longest: int | None = None,
 ) -> HiddenStateGPTModel:
     """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
-    ``meta``: on the default device instead, with our layer spec on every machine (``tools.plan``);
+    ``meta``: on the default device instead, with our layer spec on every machine (``planning``);
     ``longest``: as of
     ``positions.rotary``."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}

@@ -33,6 +33,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from openrlhf_ext.groups.watchdog import Gate, phase
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
@@ -60,7 +61,6 @@ from openrlhf_ext.megatron.model.weight_map import (
     shard_runs,
     stage_rules,
 )
-from openrlhf_ext.megatron.watchdog import Gate, phase
 
 Value = Callable[[torch.nn.Parameter], Tensor]
 Reader = Callable[[int, Run], Tensor]

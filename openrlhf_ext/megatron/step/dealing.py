@@ -1,4 +1,5 @@
-"""Which rows are computed together: on which data-parallel rank, and in which micro-batch.
+"""Which rows are computed together: in which optimizer step, on which data-parallel rank, and in
+which micro-batch.
 
 Rows that begin with the same prompt are cheaper together, because a pack computes a prompt once
 (``step.batch``): they are dealt along their prompts where that takes less time than the best
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +67,52 @@ def deal_rows(batch: SequenceBatch, parts: int, costs: RowCosts) -> list[list[in
         for number in range(parts)
     ]
     return min((along, bins), key=lambda bins: max(costs.of(batch, rows).sum() for rows in bins))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step
+    i."""
+
+    steps: list[list[int]]
+
+    @property
+    def rows(self) -> list[int]:
+        """All of them, in the order in which the rank has them."""
+        return [row for step in self.steps for row in step]
+
+
+def deal(
+    batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
+) -> list[Deal]:
+    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost
+    (``deal_rows``)."""
+    ranks = [Deal([]) for _ in range(data_parallel_size)]
+    for chunk in chunks:
+        for rank, part in zip(
+            ranks, deal_rows(batch.select(chunk), data_parallel_size, costs), strict=True
+        ):
+            rank.steps.append([chunk.start + row for row in part])
+    return ranks
+
+
+def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
+    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be
+    smaller."""
+    per_step = max(1, mini_batch_size // group_size) * group_size
+    for start in range(0, samples, per_step):
+        yield slice(start, min(start + per_step, samples))
+
+
+def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[int]:
+    """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer
+    steps of ``per_step``
+    groups: a permutation, so that no step holds the prompts that begin alike. As they are where
+    there is one step."""
+    order = list(range(groups))
+    if groups > per_step:
+        random.Random(f"{seed} {batch}").shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from openrlhf_ext.groups.watchdog import progress
 from openrlhf_ext.megatron.built import BuiltModel
 from openrlhf_ext.megatron.model.build import packed_sequences
 from openrlhf_ext.megatron.model.experts import TakenExperts
@@ -41,7 +42,6 @@ from openrlhf_ext.megatron.step.batch import (
     pack,
 )
 from openrlhf_ext.megatron.step.dealing import Sizes, plan_micro_batches
-from openrlhf_ext.megatron.watchdog import progress
 
 
 class StageCommunicator(P2PCommunicator):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from openrlhf_ext.groups.stores import open_store
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
     GO,
@@ -33,7 +34,6 @@ from openrlhf_ext.rollout.sync.base import (
 )
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, WeightSyncMismatch, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, follow_stream, let_others_end, send_stream
-from openrlhf_ext.stores import open_store
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.config.load import Draft, collect, read_command_line, read_files, typed
 from openrlhf_ext.config.show import format_help
+from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.inputs import (
     INTEGER,
     NUMBER,

@@ -1,2 +1,1 @@
-"""What fits, and proofs before a run; imports nothing heavy: the processes of a check apply their
-patches first."""
+"""Proofs before a run: of layouts and of conversions; configurations of other projects."""

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from openrlhf_ext.groups.stores import open_store
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.families import family_of, model_types
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.stores import open_store
 
 LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
 """Nats, mean over the tokens. One token's rounding grows with the model: of SmolLM2-135M in bf16

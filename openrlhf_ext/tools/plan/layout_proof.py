@@ -45,7 +45,7 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned
-from openrlhf_ext.tools.plan.memory import COPIES, GIB, GRADIENT_BYTES, States
+from openrlhf_ext.planning.memory import COPIES, GIB, GRADIENT_BYTES, States
 
 _RANKS_SHOWN = 6
 

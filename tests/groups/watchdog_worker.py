@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron import watchdog
+from openrlhf_ext.groups import watchdog
 from tests.patience import PATIENCE_S
 
 TIMEOUT_S = 2.0

@@ -18,7 +18,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.mlps.moe import FULLEST_RANK
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.tools.plan.memory import GIB, TrainedModel, Workload, entries
+from openrlhf_ext.planning.memory import GIB, TrainedModel, Workload, entries
 
 _BF16, _FP32 = 2, 4
 _NODE = 8

@@ -11,11 +11,11 @@ import pytest
 from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
+from openrlhf_ext.planning.candidate import SHARE, Candidate, with_options
+from openrlhf_ext.planning.memory import Moment, moments
+from openrlhf_ext.planning.search import SHARES, SHARING, Planner, balanced_ends
+from openrlhf_ext.planning.seconds import GPUS, card
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
-from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, with_options
-from openrlhf_ext.tools.plan.memory import Moment, moments
-from openrlhf_ext.tools.plan.search import SHARES, SHARING, Planner, balanced_ends
-from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B",

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron import watchdog
-from openrlhf_ext.megatron.watchdog import RankState, Watchdog, describe_ranks, find_suspects
+from openrlhf_ext.groups import watchdog
+from openrlhf_ext.groups.watchdog import RankState, Watchdog, describe_ranks, find_suspects
+from tests.groups.watchdog_worker import TIMEOUT_S
 from tests.launch import launch
-from tests.megatron.watchdog_worker import TIMEOUT_S
 from tests.patience import PATIENCE_S, SOONER_S
 
 WORLD = 4
@@ -27,7 +27,7 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, str]]:
-    return launch("tests.megatron.watchdog_worker", "all_cases", WORLD)
+    return launch("tests.groups.watchdog_worker", "all_cases", WORLD)
 
 
 def test_phases_without_trouble_change_nothing(seen) -> None:
@@ -43,7 +43,7 @@ def test_phases_without_trouble_change_nothing(seen) -> None:
             1,
             "Arrived, but not in a collective",
             r"in 'training step' for [\d.]+ s, is at one_rank_sleeps "
-            r"\(megatron/watchdog_worker.py:\d+\)",
+            r"\(groups/watchdog_worker.py:\d+\)",
         ),
         (
             "one_rank_lags",
@@ -237,7 +237,7 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
     """What happens on NCCL, whose collectives do not raise in the thread that waits."""
     script = (
         "import socket, time\n"
-        "from openrlhf_ext.megatron.watchdog import Watchdog\n"
+        "from openrlhf_ext.groups.watchdog import Watchdog\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "monitor = Watchdog(listener, [listener.getsockname()], 0, timeout_s=3.0, stuck_s=1.0)\n"
         "time.sleep(1.5)  # outside of a phase nobody is stuck\n"

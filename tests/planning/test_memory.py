@@ -16,15 +16,15 @@ from openrlhf_ext.megatron.mlps import moe
 from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_targets
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan import memory
-from openrlhf_ext.tools.plan.layout_proof import prove_layout
-from openrlhf_ext.tools.plan.memory import (
+from openrlhf_ext.planning import memory
+from openrlhf_ext.planning.memory import (
     LayerActivations,
     Pass,
     StateOptions,
     activations,
     rank_states,
 )
+from openrlhf_ext.tools.plan.layout_proof import prove_layout
 from tests.launch import launch
 from tests.models import MIXTURES, make_tiny_model
 from tests.tools.plan.test_layout_proof import config_folder
@@ -208,7 +208,7 @@ def case(
 
 def check(cases: list[dict], ranks: int) -> None:
     results = launch(
-        "tests.tools.plan.measured", "run_cases", ranks, cases=cases, lengths=[LENGTH] * SEQUENCES
+        "tests.planning.measured", "run_cases", ranks, cases=cases, lengths=[LENGTH] * SEQUENCES
     )
     for i, one in enumerate(cases):
         layout = ParallelLayout(**one["layout"])

@@ -1,7 +1,7 @@
 """What a layout keeps on a GPU, in host memory and on disk, in bytes, from ``config.json`` alone.
 
 States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP
-lays them out in its gradient buffer; they are exact (tests/tools/plan/test_memory.py compares them
+lays them out in its gradient buffer; they are exact (tests/planning/test_memory.py compares them
 with real ranks). Activations are those that autograd saves, with the weights left out, with
 TransformerEngine's layers and flash or cuDNN attention in
 bf16: the usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where

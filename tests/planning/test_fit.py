@@ -14,13 +14,13 @@ from openrlhf_ext.cli.main import chosen_layout
 from openrlhf_ext.cli.train_ppo_ray import findings, main
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.driver import job
-from openrlhf_ext.tools.plan import fit
-from openrlhf_ext.tools.plan.candidate import with_options
-from openrlhf_ext.tools.plan.memory import GIB
-from openrlhf_ext.tools.plan.search import Planner
+from openrlhf_ext.planning import fit
+from openrlhf_ext.planning.candidate import with_options
+from openrlhf_ext.planning.memory import GIB
+from openrlhf_ext.planning.search import Planner
 from tests.e2e.jobs import Task
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"
 SHARED = {"train__colocate_all": True, "ds__enable_sleep": True, "vllm__enable_sleep": True}
 
@@ -409,10 +409,10 @@ def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(looked_at_only, mon
         "chosen once the model's config.json is here" in warning for warning in config.warnings
     )
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "qwen2.5-7b"))
-    assert sizes(job.with_local_model(config, fit.laid_out))[1] > 1
+    assert sizes(job.with_local_model(config))[1] > 1
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "llama-3.1-70b"))
     with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
-        job.with_local_model(config, fit.laid_out)
+        job.with_local_model(config)
 
 
 def test_the_gpu_of_this_machine_is_asked_without_starting_cuda_here(monkeypatch):

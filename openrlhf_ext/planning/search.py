@@ -21,8 +21,7 @@ from openrlhf_ext.config.model_rules import divisible, shape_violations
 from openrlhf_ext.config.rules import LAYOUT_RULES
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import is_set
-from openrlhf_ext.ranks.shared_gpu import state_bytes
-from openrlhf_ext.tools.plan.candidate import (
+from openrlhf_ext.planning.candidate import (
     ACTOR,
     CRITIC,
     REWARDS,
@@ -35,7 +34,8 @@ from openrlhf_ext.tools.plan.candidate import (
     order,
     with_options,
 )
-from openrlhf_ext.tools.plan.memory import TrainedModel, moments, param_bytes
+from openrlhf_ext.planning.memory import TrainedModel, moments, param_bytes
+from openrlhf_ext.ranks.shared_gpu import state_bytes
 
 _DEGREES = (1, 2, 4, 8)
 _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)

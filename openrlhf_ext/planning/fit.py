@@ -28,25 +28,15 @@ from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, val
 from openrlhf_ext.config.file_rules import not_given
 from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
 from openrlhf_ext.config.load import CHOSEN
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.config.upstream import stands_in
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import is_set, nest
-from openrlhf_ext.options.sections import (
-    Actor,
-    Advantage,
-    Algo,
-    Data,
-    DeepSpeed,
-    Rollout,
-    Train,
-    WeightSync,
-)
+from openrlhf_ext.planning.candidate import SHARE, Candidate, PlanError, order, with_options
+from openrlhf_ext.planning.memory import GIB, TOTAL, Moment
+from openrlhf_ext.planning.search import ENDS, EXPERTS, SIZES, Planner
+from openrlhf_ext.planning.seconds import GPUS, card
 from openrlhf_ext.redaction import redact
-from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
-from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
-from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, SIZES, Planner
-from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +147,7 @@ def _planner(config: RunConfig, device: Device) -> Planner:
 # ------------------------------------------------------------------------------------
 
 
-def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
+def choice(trained: TrainedConfig) -> dict[str, Any]:
     """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not
     here yet.
 
@@ -166,8 +156,7 @@ def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
     engines and what the run sets stay; sizes that it gives DeepSpeed do where a layout fits with
     them. Called before the rules are asked, so they may be broken.
     """
-    if isinstance(config, SupervisedConfig):
-        return choice(as_run(config))
+    config = trained.as_run()
     given: dict[str, Any] = {_LAYOUT: "given"}
     if (device := _device_of(config)) is None:
         return given
@@ -248,45 +237,23 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 # ---- what cannot fit
 # ------------------------------------------------------------------------------------------------
 
-# what ``train_sft`` calls the options of its run, see `as_run`
-_SUPERVISED = {
-    "actor.num_nodes": "torchrun's --nnodes",
-    "actor.num_gpus_per_node": "model.num_gpus_per_node",
-    "actor.model_name_or_path": "model.model_name_or_path",
-}
 
-
-def as_run(config: SupervisedConfig) -> RunConfig:
-    """The run whose policy is trained as ``config`` says, for the planner, whose candidates are
-    whole runs; its engines matter to nobody."""
-    ranks = {"num_gpus_per_node": config.world_size}  # of several nodes: more than the option takes
-    return RunConfig(
-        actor=Actor(model_name_or_path=config.model_path).model_copy(update=ranks),
-        megatron=config.megatron,
-        fp8=config.fp8,
-        train=Train(**dict(config.train)),
-        rollout=Rollout(micro_batch_size=config.train.micro_batch_size),
-        data=Data(max_len=config.data.max_len),
-        ds=DeepSpeed(lora=config.ds.lora, adam_offload=config.ds.adam_offload),
-        weight_sync=WeightSync(bucket_mib=1),
-        algo=Algo(advantage=Advantage(estimator="grpo")),
-    )
-
-
-def findings(config: RunConfig | SupervisedConfig) -> Findings:
+def findings(config: TrainedConfig) -> Findings:
     """For ``load(rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
-    if isinstance(config, SupervisedConfig):
-        found = _laid_out(as_run(config))
+    run = config.as_run()
+    if not isinstance(config, RunConfig):
+        found = _laid_out(run)
         if found is None:
             return Findings((), ())
-        return Findings((*_rank_too_large(*found, _SUPERVISED), *_host_too_small(found[1])), ())
+        of_rank = _rank_too_large(*found, config.names_in_run)
+        return Findings((*of_rank, *_host_too_small(found[1])), ())
     if config.megatron.layout == "auto":
         later = (
             "megatron.layout auto: the sizes are chosen once the model's config.json is here, "
             "at the start of the run"
         )
         return Findings((), (later,))
-    if (found := _laid_out(config)) is None:
+    if (found := _laid_out(run)) is None:
         return Findings((), ())
     violations = (
         *_engine_too_large(*found[1:]),
@@ -294,9 +261,7 @@ def findings(config: RunConfig | SupervisedConfig) -> Findings:
         *_host_too_small(found[1]),
     )
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
-    return Findings(
-        violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ()
-    )
+    return Findings(violations, (_chosen(run, *found[1:]),) if is_chosen and not violations else ())
 
 
 def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:

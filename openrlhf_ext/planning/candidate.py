@@ -19,7 +19,7 @@ from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.inputs import did_you_mean
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Section, nest
-from openrlhf_ext.tools.plan.memory import (
+from openrlhf_ext.planning.memory import (
     GIB,
     REWARD,
     TOTAL,
@@ -34,7 +34,7 @@ from openrlhf_ext.tools.plan.memory import (
     param_bytes,
     sends_adapters,
 )
-from openrlhf_ext.tools.plan.seconds import GPUS, KV_CACHE, Assumptions, Clock, Engines, Seconds
+from openrlhf_ext.planning.seconds import GPUS, KV_CACHE, Assumptions, Clock, Engines, Seconds
 
 ACTOR, CRITIC, REWARDS, GUIDE = (
     f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide")

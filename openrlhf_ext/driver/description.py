@@ -1,0 +1,534 @@
+"""What is said of a batch after its step: metrics of its rewards, texts, and shaping, how far
+trainer and engines are apart, and the completions that are shown.
+
+Shape suffixes: B = completions, N = response tokens of all completions, n = those of a block, Q =
+groups, G = completions of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, mean_entropies
+from openrlhf_ext.algorithms.kl import kl_k3
+from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
+from openrlhf_ext.algorithms.values import explained_variance
+from openrlhf_ext.driver.rollouts import Group
+from openrlhf_ext.driver.scoring import Scored
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.reporting import chosen_groups
+from openrlhf_ext.rewards.counting import accuracy
+from openrlhf_ext.rewards.grading import FAILED_KEY
+from openrlhf_ext.rollout.response import Response, graded
+
+DEFAULT_BAND = (0.5, 5.0)  # of the importance ratio: OpenRLHF's default for its correction
+
+
+def describe(
+    scored: Scored, shaped: LossBatch, old: LogprobEntropy, algorithm: Algorithm, version: int
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """The batch as the policy saw it before the step, and metrics under the names of
+    docs/metrics.md.
+
+    Args:
+        old: what the policy, whose weights are ``version``, said before the step.
+    """
+    rollout, of_method = _as_seen(scored, shaped, old, algorithm)
+    samples = scored.samples
+    metrics = batch_metrics(rollout, correction_band(algorithm))
+    metrics |= conflict_gauges(rollout, shaped)
+    metrics |= {f"algorithm/{name}": float(value) for name, value in of_method.items()}
+    if scored.engine_entropies and scored.rollout.entropies is not None:
+        told_N = scored.rollout.entropies
+        gap_N = (told_N - old.entropies_N).abs().double()
+        metrics["mismatch/entropy_mean_abs"] = float(gap_N.mean())
+        rollout = dataclasses.replace(rollout, entropies=told_N)  # shown is what it was shaped by
+    if rollout.ref_logprobs is not None:
+        metrics["kl/reference"] = reference_kl(old.logprobs_N, rollout.ref_logprobs)
+    metrics |= guide_agreement(rollout) | guide_gauges(samples)
+    metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
+    if rollout.values is not None:
+        metrics |= value_metrics(shaped)
+    rewards = [graded(sample.reward) for sample in samples]
+    moved_B = (rollout.rewards - torch.tensor(rewards).double()).abs()
+    metrics["mismatch/rewards"] = float(moved_B.max())
+    group_size = len(scored.groups[0].responses)
+    metrics |= advantage_gauges(shaped, group_size, rewards)
+    if not algorithm.needs_prepare:
+        first = shaped.mini_batch(scored.chunks[0])
+        metrics |= expected_of_first_update(first, old.logprobs_N)
+        metrics |= _expected_reference(first, old.logprobs_N, algorithm)
+    return rollout, metrics
+
+
+def _as_seen(
+    scored: Scored, shaped: LossBatch, old: LogprobEntropy, algorithm: Algorithm
+) -> tuple[RolloutBatch, Mapping[str, Tensor]]:
+    """The batch with the policy's numbers, and the method's own metrics; where the training pass
+    told those numbers, the method measures what depends on them now."""
+    rollout = dataclasses.replace(
+        scored.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N
+    )
+    if scored.source == "policy":
+        return rollout, shaped.metrics
+    measured_by = rollout
+    if scored.source == "engine":
+        measured_by = dataclasses.replace(measured_by, old_logprobs=scored.rollout.old_logprobs)
+    if scored.engine_entropies:
+        measured_by = dataclasses.replace(measured_by, entropies=scored.rollout.entropies)
+    return rollout, shaped.metrics | algorithm.measured(measured_by, shaped)
+
+
+def _expected_reference(
+    first: LossBatch, logprobs_N: Tensor, algorithm: Algorithm
+) -> dict[str, float]:
+    """The distance from the reference that ranks have to report of the first update."""
+    mask_N = first.loss_mask
+    if first.ref_logprobs is None or algorithm.penalty.estimator != "k3" or not mask_N.any():
+        return {}
+    old_n = logprobs_N[: len(mask_N)][mask_N]
+    return {"expected/ref_kl": reference_kl(old_n, first.ref_logprobs[mask_N])}
+
+
+# ---- the batch
+# --------------------------------------------------------------------------------------------------
+
+
+def batch_metrics(
+    rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
+) -> dict[str, float]:
+    """Means over the rollout batch, under the names of docs/metrics.md."""
+    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
+    metrics: dict[str, float | Tensor] = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(correction=0),
+        "response/length_mean": tokens / len(rewards),
+        "tokens/generated": tokens,
+    }
+    if rollout.entropies is not None:
+        metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
+        metrics["entropy/completion_mean"] = mean_entropies(
+            rollout.entropies, rollout.segments
+        ).mean()
+        if rollout.old_logprobs is not None:
+            pair = rollout.entropies, rollout.old_logprobs
+            metrics["entropy/surprise_correlation"] = -_correlation(*pair, rollout.segments)
+    if rollout.truncated is not None:
+        metrics["response/truncated_rate"] = rollout.truncated.float().mean()
+    return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
+
+
+def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
+    """Of two numbers of every token; 0 where one of them is the same everywhere."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    for block in segments.blocks():
+        x_n, y_n = one_N[block.tokens].double(), other_N[block.tokens].double()
+        sums += torch.stack([x_n.sum(), y_n.sum(), x_n @ x_n, y_n @ y_n, x_n @ y_n])
+    x, y, xx, yy, xy = (sums / max(1, segments.tokens)).tolist()
+    spread = math.sqrt(max(0.0, (xx - x * x) * (yy - y * y)))
+    return (xy - x * y) / spread if spread > 1e-12 else 0.0
+
+
+def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float]:
+    """What Simoni et al. (arXiv 2508.03772) plot of conflicts between completions of a prompt.
+
+    ``conflict/mean`` (fig. 5b, whose unit the paper does not state): mean over completions of the
+    number of tokens in a conflict span, of ``gtpo_conflict`` alone. ``conflict/prefix_*`` (eq. 6),
+    of any method: completions of a prompt that begin with the same token share a prefix, whose
+    gradient carries the sum of A_i / |o_i| over them; the mean of these sums over prefixes that
+    positive and negative completions share, and the share of them where it is negative, so that
+    GRPO makes what its good completions begin with less likely. Missing if there is no such prefix.
+    """
+    metrics = {}
+    masks = [
+        shaped.of_tokens[name]
+        for name in ("forward_mask", "backward_mask")
+        if name in shaped.of_tokens
+    ]
+    if masks:
+        metrics["conflict/mean"] = float(torch.stack(masks).any(0).sum() / len(rollout.rewards))
+    a_B = shaped.of_rows["A"] if "A" in shaped.of_rows else _group_relative(rollout)
+    lengths_B = rollout.segments.lengths_B
+    first_B = rollout.tokens[lengths_B.cumsum(0) - lengths_B]
+    prefixes, of_B = torch.stack(
+        [rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1
+    ).unique(dim=0, return_inverse=True)
+    zeros = torch.zeros(len(prefixes), dtype=torch.float64)
+    sums = zeros.index_add(0, of_B, a_B / lengths_B)
+    has_both = zeros.index_add(0, of_B, (a_B > 0).double()).gt(0) & zeros.index_add(
+        0, of_B, (a_B < 0).double()
+    ).gt(0)
+    if bool(has_both.any()):
+        metrics["conflict/prefix_advantage"] = float(sums[has_both].mean())
+        metrics["conflict/prefix_penalized"] = float((sums[has_both] < 0).double().mean())
+    return metrics
+
+
+def _group_relative(rollout: RolloutBatch) -> Tensor:
+    """(B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all are equal
+    (eq. 12)."""
+    _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
+    zeros, rewards_B = torch.zeros(len(sizes_Q), dtype=torch.float64), rollout.rewards.double()
+    centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
+    std_Q = (zeros.index_add(0, index_B, centered_B.square()) / (sizes_Q - 1).clamp(min=1)).sqrt()
+    return torch.where(centered_B.abs() <= 1e-8, 0.0, centered_B / std_Q.clamp(min=1e-8)[index_B])
+
+
+def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
+    """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``,
+    and how many samples were not graded."""
+    names = sorted({name for sample in samples for name in sample.extra_logs} - {FAILED_KEY})
+    logs = {
+        f"reward_log/{name}": statistics.fmean(
+            s.extra_logs[name] for s in samples if name in s.extra_logs
+        )
+        for name in names
+    }
+    scores = [graded(sample.score) for sample in samples]
+    logs |= {"accuracy/mean": accuracy(scores), "score/mean": sum(scores) / len(scores)}
+    return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
+
+
+def text_metrics(
+    prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any, end_tokens: Collection[int]
+) -> dict[str, float]:
+    """What ``samples``, as many of each prompt, were sampled from beside the tokens of the prompts,
+    and the share of those that were not cut and end in one of ``end_tokens``."""
+    each, changed = len(samples) // len(prompts), 0
+    for prompt, response in zip(prompts, samples[::each], strict=True):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        changed += response.tokens_S[: response.actions[0][0]].tolist() != ids
+    whole = [response for response in samples if not response.truncated]
+    ended = sum(
+        int(response.tokens_S[response.actions[-1][1] - 1]) in end_tokens for response in whole
+    )
+    metrics = {
+        "prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)
+    }
+    metrics["prompts/changed"] = changed / len(prompts)
+    distinct = {
+        (number // each, response.tokens_S.tobytes()) for number, response in enumerate(samples)
+    }
+    metrics["response/distinct"] = len(distinct) / len(samples)
+    return metrics | ({"response/ended": ended / len(whole)} if whole else {})
+
+
+def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
+    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled
+    each token. Empty if any response does not tell."""
+    samples = [sample for sample in samples if not sample.from_guide]
+    if not all(sample.versions for sample in samples):
+        return {}
+    ages = [
+        (version - then, stop - start)
+        for sample in samples
+        for then, start, stop in sample.versions
+    ]
+    mixed = sum(len({then for then, _, _ in sample.versions}) > 1 for sample in samples)
+    return {
+        "staleness/mean": sum(age * tokens for age, tokens in ages)
+        / sum(tokens for _, tokens in ages),
+        "staleness/max": float(max(age for age, _ in ages)),
+        "staleness/mixed_fraction": mixed / len(samples),
+    }
+
+
+# ---- what was shaped against what is trained
+# ----------------------------------------------------------------------
+
+
+def advantage_gauges(
+    shaped: LossBatch, group_size: int, rewards: Sequence[float]
+) -> dict[str, float]:
+    """Advantages of completions beside the rewards that they were graded with, in the order of the
+    batch, in which the
+    ``group_size`` completions of a prompt lie together: the correlation of what both differ by from
+    the group's mean (missing where one of them does not differ), the size of the mean advantage of
+    a group, and how far the advantages of a group with unlike rewards are from it."""
+    segments = shaped.segments
+    sums_B = torch.cat(
+        [block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()]
+    )
+    a_QG = (sums_B / segments.lengths_B.clamp(min=1)).view(-1, group_size)
+    r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
+    a_QG, r_QG = (
+        torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG)
+    )
+    gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}
+    a_QG, r_QG = (values_QG - values_QG.mean(1, keepdim=True) for values_QG in (a_QG, r_QG))
+    unequal_Q = r_QG.abs().amax(1) > 0
+    if bool(unequal_Q.any()):
+        gauges["advantage/group_rms"] = float(a_QG[unequal_Q].square().mean(1).sqrt().mean())
+    if (spread := float((a_QG.square().sum() * r_QG.square().sum()).sqrt())) > 0:
+        gauges["advantage/reward_correlation"] = float((a_QG * r_QG).sum()) / spread
+    return gauges
+
+
+def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[str, float]:
+    """What ranks have to report of the first update with a mini-batch, the first rows of a batch,
+    before which the policy's log-probs of it are ``logprobs_N``. In blocks of rows: a batch may
+    have tens of millions of tokens."""
+    totals = {"expected/loss": 0.0, "expected/alignment": 0.0}
+    for block in mini_batch.segments.blocks():
+        share = mini_batch.select(block.rows)
+        loss = mini_batch.algorithm.loss(logprobs_N[block.tokens].double(), share)
+        totals["expected/loss"] += float(loss.value)
+        totals["expected/alignment"] += (
+            float(loss.metrics["alignment"]) if "alignment" in loss.metrics else math.nan
+        )
+    return totals
+
+
+def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, and in the place of what ranks report of their first update, and of
+    what was expected, how far both are apart."""
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("first/", "expected/"))
+    }
+    for gauge, of in (
+        ("mismatch/loss", "loss"),
+        ("mismatch/trained", "alignment"),
+        ("mismatch/reference", "ref_kl"),
+    ):
+        first, expected = metrics.get(f"first/{of}"), metrics.get(f"expected/{of}")
+        if first is not None and expected is not None:
+            kept[gauge] = abs(first - expected)
+    return kept
+
+
+# ---- trainer against engines
+# --------------------------------------------------------------------------------------
+
+
+def mismatch_gauges(
+    policy_N: Tensor,
+    rollout_N: Tensor,
+    segments: Segments,
+    band: tuple[float, float] = DEFAULT_BAND,
+) -> dict[str, float]:
+    """How far the log-probs of the policy before the step are from those the engines sampled with.
+
+    With d = policy - rollout and w = exp(d), both KL estimators have the right mean over tokens
+    sampled from the engines and are never negative: k3 of KL(rollout || policy) is w - 1 - d, and
+    of KL(policy || rollout), where the sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w
+    d. Ratios outside of ``band`` are counted: what an importance correction with these thresholds
+    drops or clamps.
+    """
+    if not segments.tokens:
+        return {}
+    blocks, sequences = [], []
+    for block in segments.blocks():
+        d_n = policy_N[block.tokens].double() - rollout_N[block.tokens]
+        sequences.append(block.sums(d_n))
+        blocks.append(_block_sums(d_n, band))
+    sums = torch.stack(blocks)
+    forward, reverse, absolute, outside = (sums[:, :4].sum(0) / segments.tokens).tolist()
+    return {
+        "kl/rollout": forward,
+        "kl/rollout_reverse": reverse,
+        "kl/rollout_max_abs": float(sums[:, 4].max()),
+        "mismatch/mean_abs": absolute,
+        "mismatch/exp_mean_abs": math.exp(absolute),
+        "mismatch/ess_tokens": _effective_fraction(
+            sums[:, 5].logsumexp(0), sums[:, 6].logsumexp(0), segments.tokens
+        ),
+        "mismatch/ess_completions": effective_sample_fraction(
+            torch.cat(sequences)[segments.lengths_B > 0]
+        ),
+        "mismatch/outside_band": outside,
+    }
+
+
+def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
+    """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the
+    largest |d|; the logarithms of the sums of w and of its squares."""
+    if not len(d_n):
+        return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
+    largest, (low, high) = d_n.max(), band
+    relative_n = (d_n - largest).exp_()  # at most 1: its sums do not overflow
+    w_n, abs_n = relative_n * largest.exp(), d_n.abs()
+    outside = (len(d_n) - ((w_n >= low) & (w_n <= high)).sum()).double()
+    logs = largest + relative_n.sum().log(), 2 * largest + relative_n.square_().sum().log()
+    return torch.stack(
+        [
+            (w_n - 1 - d_n).sum(),
+            (1 - w_n + w_n * d_n).sum(),
+            abs_n.sum(),
+            outside,
+            abs_n.max(),
+            *logs,
+        ]
+    )
+
+
+def policy_mismatch(
+    rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
+) -> dict[str, float]:
+    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ. Empty
+    if an engine reported no log-probs."""
+    guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
+    if engines_N is None:
+        return {}
+    rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
+    policy_N, engines_N = (
+        segments.take(rollout["old_logprobs"], rows),
+        segments.take(engines_N, rows),
+    )
+    return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)
+
+
+def correction_band(algorithm: Algorithm) -> tuple[float, float]:
+    """The ratios that the algorithm's importance correction keeps, or the usual ones if it does not
+    go by ratios."""
+    correction = algorithm.correction
+    if correction is None or (correction.level, correction.gating) != ("token", "ratio"):
+        return DEFAULT_BAND
+    return correction.threshold
+
+
+def effective_sample_fraction(log_weights: Tensor) -> float:
+    """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2), 1 if all weights
+    are equal."""
+    return _effective_fraction(
+        log_weights.logsumexp(0), (2 * log_weights).logsumexp(0), len(log_weights)
+    )
+
+
+def _effective_fraction(log_sum: Tensor, log_sum_of_squares: Tensor, count: int) -> float:
+    return float((2 * log_sum - log_sum_of_squares - math.log(count)).exp())
+
+
+# ---- the guide
+# --------------------------------------------------------------------------------------------------
+
+
+def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
+    """What the completions of the guide and those of the policy are like; nothing of a guide that
+    does not sample."""
+    if not any(sample.from_guide for sample in samples):
+        return {}
+    gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
+    for source, is_guide in (("guide", True), ("policy", False)):
+        own = [sample for sample in samples if sample.from_guide == is_guide]
+        gauges[f"{source}/reward_mean"] = sum(graded(sample.reward) for sample in own) / len(own)
+        gauges[f"{source}/accuracy_mean"] = accuracy([graded(sample.score) for sample in own])
+        gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
+    return gauges
+
+
+def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
+    """Whether the guide's ranks and its engines say the same of its completions; nothing where it
+    has none."""
+    rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
+    if rows is None or not bool(rows.any()) or ranks_N is None or engines_N is None:
+        return {}
+    ranks_n, engines_n = (
+        rollout.segments.take(values_N, rows) for values_N in (ranks_N, engines_N)
+    )
+    return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
+
+
+def value_metrics(shaped: LossBatch) -> dict[str, float]:
+    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only
+    if it is defined."""
+    values_N, returns_N = shaped["values"], shaped["returns"]
+    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
+    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
+    explained = explained_variance(values_N, returns_N)
+    return (
+        metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
+    )
+
+
+def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
+    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy
+    sampled them."""
+    blocks = zip(
+        old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
+    )
+    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(
+        old_logprobs_N
+    )
+
+
+_SHOWN = {
+    "old_logprobs": "logprobs",
+    "entropies": "entropies",
+    "ref_logprobs": "ref_logprobs",
+    "guide_logprobs": "guide_logprobs",
+    "values": "values",
+}
+
+
+def shown_samples(
+    groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch, most: int
+) -> list[dict[str, Any]]:
+    """The completions of at most so many groups of the batch, those whose prompts were drawn first,
+    as ``SampleWriter`` takes them."""
+    order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
+    chosen = chosen_groups(
+        [sum(r.written for r in groups[position].responses) for position in order], most
+    )
+    starts = np.cumsum([0] + [len(group.responses) for group in groups])
+    of_tokens = {key: getattr(rollout, name) for name, key in _SHOWN.items()}
+    of_tokens |= {
+        "advantages": shaped.advantages,
+        "loss_mask": shaped.loss_mask.int(),
+        "token_weights": shaped.token_weights,
+    }
+    shown = []
+    for position in (order[place] for place in chosen):
+        prompt = groups[position].prompt
+        for row, response in enumerate(groups[position].responses, start=int(starts[position])):
+            span = rollout.segments.span(slice(row, row + 1))
+            own_T = response.sampled_T
+            facts = {
+                "group": prompt.number,
+                "prompt": prompt.text,
+                "token_ids": response.tokens_S[-len(own_T) :].tolist(),
+                "reward": response.reward,
+                "score": response.score,
+                "truncated": response.truncated,
+                "from_guide": response.from_guide,
+                **_label(prompt.label),
+            }
+            if not own_T.all():
+                facts["environment"] = (~own_T).astype(int).tolist()
+            numbers = {
+                key: _spread(values_N[span], own_T)
+                for key, values_N in of_tokens.items()
+                if values_N is not None
+            }
+            shown.append(facts | numbers)
+    return shown
+
+
+def _spread(values_n: Tensor, own_T: np.ndarray) -> list[Any]:
+    """The numbers of the tokens that the policy sampled, and 0 for those that an agent's
+    environment wrote."""
+    spread_T = values_n.new_zeros(len(own_T))
+    spread_T[torch.from_numpy(own_T)] = values_n
+    return spread_T.tolist()
+
+
+def _label(label: Any) -> dict[str, Any]:
+    """What grading got as the label, as text where JSON cannot hold it; nothing where the data have
+    none."""
+    if label is None or label == "":  # "": OpenRLHF's, without data.label_key
+        return {}
+    try:
+        json.dumps(label, allow_nan=False)
+    except (TypeError, ValueError):
+        return {"label": str(label)}
+    return {"label": label}

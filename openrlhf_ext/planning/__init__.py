@@ -1,0 +1,1 @@
+"""Which layouts of a run fit on its GPUs, and how long a step takes: pure arithmetic."""
