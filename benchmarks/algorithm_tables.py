@@ -43,10 +43,9 @@ def label(name: str) -> str:
 def speed() -> str:
     """docs/methods.md: `shape` and `loss` of every method, and `prepare`."""
     found = record.load("algorithms.json")
-    clock = {"wall": "wall clock", "cpu": "processor time"}[found["clock"]]
     millions = parts()["loss"]["_tokens"] / 1e6
     about = (
-        f"{found['device']}, {clock}, {found['threads']} threads. `shape` of "
+        f"{found['device']}, wall clock, {found['threads']} threads. `shape` of "
         f"{shape_tokens() / 1e6:.1f} million tokens, float32, against one masked mean-and-std pass "
         "in plain torch, and against the same pass over cache-sized blocks; memory beyond the "
         f"inputs in units of the entropy tensor. `loss` with backward on {millions:.1f} million "

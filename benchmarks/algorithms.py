@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,11 +62,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "gtpo_conflict official": ("gtpo_conflict", {"preset": "official"}),
 }
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def timed(args: argparse.Namespace, **works: Work) -> dict[str, list[float]]:
-    return seconds_in_turns(works, args.repeats, warm_up=1, clock=CLOCKS[args.clock])
+    return seconds_in_turns(works, args.repeats, warm_up=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,12 +240,6 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--clock",
-        choices=sorted(CLOCKS),
-        default="wall",
-        help="cpu: time on the processor, for a busy machine (use it with --threads 1)",
-    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -255,7 +247,7 @@ def main() -> None:
     result = {
         **record.environment("torch"),
         "threads": args.threads,
-        "clock": args.clock,
+        "clock": "wall",
         "settings": {name: getattr(args, name) for name in names},
         "parts": {part: PARTS[part](args) for part in args.part or PARTS},
     }

@@ -28,6 +28,7 @@ from openrlhf_ext.reporting import METRICS
 from tests.models import make_tiny_policy
 from tests.tools.report.runs import make_run
 
+sys.path.insert(0, str(record.ROOT / "examples/python"))  # toy_policy, toy_task, reward_arithmetic
 BENCHMARKS = record.ROOT / "benchmarks"
 COMMITTED = BENCHMARKS / "results"
 ELSEWHERE = {  # programs that tests of their own rehearse
