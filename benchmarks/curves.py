@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.harness import markdown_table
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.run.corridor import read_corridor
 
@@ -186,15 +187,13 @@ def measured(name: str, work: Path) -> dict[str, Any]:
 
 def table() -> str:
     """docs/faults.md: how often runs of other seeds leave the corridors."""
-    lines = [
-        "| recipe | steps | metrics | trusted runs | further runs | with an alarm |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, each in record.load(RESULT.name)["recipes"].items():
-        alarms = len(each["alarms"]) if each["fresh_seeds"] else "-"
-        runs = f"{len(each['trusted_seeds'])} | {len(each['fresh_seeds'])} | {alarms}"
-        lines.append(f"| `{name}` | {each['steps']} | {each['metrics']} | {runs} |")
-    return "\n".join(lines)
+        trusted, fresh = len(each["trusted_seeds"]), len(each["fresh_seeds"])
+        alarms = len(each["alarms"]) if fresh else "-"
+        rows.append([f"`{name}`", each["steps"], each["metrics"], trusted, fresh, alarms])
+    header = ["recipe", "steps", "metrics", "trusted runs", "further runs", "with an alarm"]
+    return markdown_table(header, rows)
 
 
 TEXTS = {"table": table}

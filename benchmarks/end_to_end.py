@@ -1,28 +1,23 @@
-"""What a user would pick instead: the same RL run with this project, with TRL and with OpenRLHF, on
-the same cores.
+"""The same RL run with this project and with TRL, on the same cores.
 
-    .venv/bin/python benchmarks/end_to_end.py                                   # everything; table,
-    figure, document .venv/bin/python benchmarks/end_to_end.py --systems trl ours-tp2 --policies toy
-    --seeds 1 --steps 6 --output x.json .venv/bin/python benchmarks/end_to_end.py --systems trl ours
-    ours-tp2:1 --policies toy large:2   # with fewer seeds .venv/bin/python benchmarks/end_to_end.py
-    --table                           # from the JSON: document and figure .venv/bin/python
-    benchmarks/end_to_end.py --variant "ours-stale=--train.max_staleness 1"   # one more system
+    .venv/bin/python benchmarks/end_to_end.py                  # all systems, policies, and seeds
+    .venv/bin/python benchmarks/end_to_end.py --systems trl ours-tp2 --policies toy --seeds 1
+    .venv/bin/python benchmarks/end_to_end.py --variant "ours-stale=--train.max_staleness 1"
+    .venv/bin/python benchmarks/end_to_end.py --table          # the pages again, from the JSON
 
 Same weights, prompts, reward function, samples per update, sampling, loss (plain GRPO: mean over
-the tokens of each completion, then over completions; no KL), Adam, schedule, fp32 and number of
+the tokens of each completion, then over completions; no KL), Adam, schedule, fp32, and number of
 cores; each system by the command or API that its users have, in an environment of its own. Two
 policies:
 
-  toy     the quickstart's, about a million parameters, some 23 new tokens; learns, so there are
-  seconds to an accuracy
+  toy     the quickstart's, about a million parameters, some 23 new tokens; it learns, so there are
+          seconds to an accuracy
   large   20 million parameters with random weights, 200 new tokens; speed only. Its head cannot
-  choose the end of the
-          text, so that every completion has the same length in every system, without an option of
-          any system
+          choose the end of the text, so that every completion has the same length in every system,
+          without an option of any system
 
-One run after the other. A finished run is kept in --work and not repeated by the next call unless
-its settings or, for this project, its code have changed: an interrupted benchmark goes on where it
-was.
+One run after the other. A finished run stays in --work, and the next call does not repeat it unless
+its settings or, for this project, its code have changed: an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -48,23 +43,19 @@ from typing import Any
 
 import psutil
 
-from openrlhf_ext.reporting.progress import COLORS, plain
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import record as common  # noqa: E402
+from benchmarks.harness import markdown_table, spread  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "end_to_end_cpu.json"
-FIGURE = ROOT / "docs" / "images" / "end_to_end.png"
 TRL_LOCK = HERE / "end_to_end_trl.lock"
 TASK_FILES = tuple(
     ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task")
 )
 PHASES = ("generate", "logprob", "train", "sync", "other")
-# of the report's page; systems have others
-PHASE_COLORS = ("#5b8bd0", "#8cc5a2", "#e0975a", "#b08cc4", "#a9b2bc")
 PACKAGES = (
     "torch",
     "transformers",
@@ -72,10 +63,10 @@ PACKAGES = (
     "megatron-core",
     "ray",
     "openrlhf",
-    "trl",
     "accelerate",
     "deepspeed",
 )
+TRL_PACKAGES = ("torch", "transformers", "trl", "accelerate")
 WARM_UP_STEPS = 2
 TARGET = 0.75
 MEMORY_INTERVAL_S = 2.0
@@ -123,15 +114,6 @@ OURS: dict[str, tuple[str, int]] = {
     "ours-tp2": ("--megatron.tensor_parallel_size 2", 1),
     "ours-streaming": ("--train.max_staleness 1", 1),
 }
-OTHERS = ("trl", "openrlhf")
-TRL_LOSSES = {"grpo": "grpo", "dapo": "dapo"}
-OPENRLHF_LOSSES = {
-    "grpo": "--algo.advantage.estimator group_norm --actor.loss_agg_mode seq-mean-token-mean",
-    "dapo": "--algo.advantage.estimator group_norm",
-    "reinforce_baseline": "--algo.advantage.estimator reinforce_baseline",
-    "rloo": "--algo.advantage.estimator rloo",
-    "dr_grpo": "--algo.advantage.estimator dr_grpo",
-}
 
 
 @dataclass(frozen=True)
@@ -143,7 +125,6 @@ class Run:
     threads: int
     policy: str
     workload: Workload
-    estimator: str
     seed: int
     code: str
 
@@ -227,31 +208,25 @@ def last_error(log: Path, lines: int = 3) -> str:
 
 
 def trl_environment(work: Path) -> Path:
-    """The interpreter of an environment made from the lock file."""
-    torch = pinned("torch", TRL_LOCK)
-    others = [f"-r{TRL_LOCK}", "--no-deps"]
-    return environment(work, "trl", TRL_LOCK.read_text(), [[*torch_index(), torch], others])
-
-
-def environment(work: Path, name: str, contents: str, installs: list[list[str]]) -> Path:
-    """An environment with these packages, made once for these contents."""
-    key = hashlib.sha256((contents + platform.python_version()).encode()).hexdigest()[:10]
-    folder = work / "environments" / f"{name}-{key}"
-    python, stamp, log = (
-        folder / "bin" / "python",
-        folder / "installed",
-        work / f"install-{name}.log",
-    )
+    """The interpreter of an environment with the packages of the lock file, made once."""
+    contents = TRL_LOCK.read_text() + platform.python_version()
+    key = hashlib.sha256(contents.encode()).hexdigest()[:10]
+    folder = work / "environments" / f"trl-{key}"
+    python, stamp, log = folder / "bin/python", folder / "installed", work / "install-trl.log"
     if stamp.exists():
         return python
-    print(f"installing {name} into {folder}", flush=True)
+    print(f"installing TRL into {folder}", flush=True)
     base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-    commands = [[str(base), "-m", "venv", str(folder)]]
-    commands += [[str(python), "-m", "pip", "install", *packages] for packages in installs]
-    for command in commands:
+    install = [str(python), "-m", "pip", "install"]
+    torch = next(line for line in TRL_LOCK.read_text().splitlines() if line.startswith("torch=="))
+    for command in (
+        [str(base), "-m", "venv", str(folder)],
+        [*install, *torch_index(), torch],
+        [*install, f"-r{TRL_LOCK}", "--no-deps"],
+    ):
         status, _ = run_logged(command, log, {}, RUN_TIMEOUT_S)
         if status:
-            raise BenchmarkError(f"python {command_text(command[1:])}: {last_error(log)}")
+            raise BenchmarkError(f"{shlex.join(command)}: {last_error(log)}")
     stamp.touch()
     return python
 
@@ -260,14 +235,6 @@ def torch_index() -> list[str]:
     """As examples/scripts/setup_env.sh."""
     index = os.environ.get("OPENRLHF_EXT_TORCH_INDEX")
     return ["--index-url", index] if index else []
-
-
-def pinned(package: str, lock: Path) -> str:
-    return next(line for line in lock.read_text().splitlines() if line.startswith(f"{package}=="))
-
-
-def command_text(command: Sequence[str]) -> str:
-    return shlex.join(command).replace(str(ROOT), ".")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,7 +321,7 @@ def our_command(run: Run, work: Path, folder: Path) -> list[str]:
         "actor.model_name_or_path": make_policy(run.policy, work),
         "data.prompt_dataset": training_file(run, work),
         "reward.remote_url": ROOT / load.reward,
-        "algo.advantage.estimator": run.estimator,
+        "algo.advantage.estimator": "grpo",
         "actor.adam.lr": load.lr,
         "actor.lr_warmup_ratio": load.warmup_ratio,
         "rollout.batch_size": load.prompts,
@@ -393,15 +360,11 @@ def offline(threads: int) -> dict[str, str]:
 
 
 def own_versions() -> dict[str, str]:
-    return {name: version(name) for name in PACKAGES if name != "trl"}
+    return {name: version(name) for name in PACKAGES}
 
 
 def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
     """benchmarks/end_to_end_trl.py in an environment that has TRL."""
-    if run.estimator not in TRL_LOSSES:
-        raise BenchmarkError(
-            f"TRL has no loss that is the same as {run.estimator}: {sorted(TRL_LOSSES)}"
-        )
     settings = trl_settings(run, work, folder)
     (folder / "settings.json").write_text(json.dumps(settings, indent=2))
     command = [
@@ -412,7 +375,7 @@ def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, s
     status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
     found = folder / "versions.json"
     installed = json.loads(found.read_text()) if found.exists() else {}
-    return status, memory, {name: installed[name] for name in PACKAGES if name in installed}
+    return status, memory, {name: installed[name] for name in TRL_PACKAGES if name in installed}
 
 
 def trl_settings(run: Run, work: Path, folder: Path) -> dict[str, Any]:
@@ -423,68 +386,11 @@ def trl_settings(run: Run, work: Path, folder: Path) -> dict[str, Any]:
         "reward": str(ROOT / run.workload.reward),
         "input_key": "question",
         "label_key": "answer",
-        "loss_type": TRL_LOSSES[run.estimator],
+        "loss_type": "grpo",
         "seed": run.seed,
         "threads": run.threads,
         "output_dir": str(folder),
     }
-
-
-def start_openrlhf(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
-    """OpenRLHF as it is: installed by pip if that succeeds, else with the packages of
-    requirements/cpu.lock.
-
-    Both errors go into the record. Nothing reads its log: so far it has not run on a CPU.
-    """
-    errors, python = [], Path(sys.executable)
-    requirement, torch = f"openrlhf=={version('openrlhf')}", pinned("torch", TRL_LOCK)
-    builders = ["setuptools", "wheel", "packaging", "ninja", "psutil", "numpy"]
-    try:
-        installs = [[*torch_index(), torch], builders, ["--no-build-isolation", requirement, torch]]
-        python = environment(work, "openrlhf", requirement, installs)
-    except BenchmarkError as error:
-        errors.append(str(error))
-    if run.estimator not in OPENRLHF_LOSSES:
-        raise BenchmarkError(f"OpenRLHF has no loss that is the same as {run.estimator}")
-    status, memory = run_logged(
-        [
-            str(python),
-            "-m",
-            "openrlhf.cli.train_ppo_ray",
-            *shlex.split(openrlhf_options(run, work, folder)),
-        ],
-        folder / "log.txt",
-        offline(run.threads),
-        RUN_TIMEOUT_S,
-    )
-    if status:
-        errors.append(
-            f"python -m openrlhf.cli.train_ppo_ray ...: {last_error(folder / 'log.txt', 1)}"
-        )
-        raise BenchmarkError("\n".join(errors))
-    raise BenchmarkError(f"it ran, for the first time: write what reads {folder.name}/log.txt")
-
-
-def openrlhf_options(run: Run, work: Path, folder: Path) -> str:
-    load, samples = run.workload, run.workload.prompts * run.workload.group
-    return f"""
-        --actor.model_name_or_path {make_policy(run.policy, work)} --actor.num_nodes 1 --actor.num_gpus_per_node 1
-        --actor.adam.lr {load.lr} --actor.lr_scheduler constant_with_warmup --actor.lr_warmup_ratio {load.warmup_ratio}
-        --actor.max_norm 1.0 {OPENRLHF_LOSSES[run.estimator]} --algo.kl.init_coef 0
-        --ds.attn_implementation sdpa --ds.zero_stage 0 --vllm.num_engines 1 --vllm.tensor_parallel_size 1
-        --vllm.sync_backend gloo --vllm.enforce_eager
-        --rollout.batch_size {load.prompts} --rollout.n_samples_per_prompt {load.group} --rollout.temperature 1.0
-        --rollout.max_new_tokens {load.max_new_tokens} --rollout.micro_batch_size 64
-        --train.batch_size {samples} --train.micro_batch_size 64 --train.seed {run.seed}
-        --data.prompt_dataset {training_file(run, work)} --data.input_key question --data.label_key answer
-        --data.max_len {load.max_len} --reward.remote_url {ROOT / load.reward}
-        --ckpt.output_dir {folder / "policy"} --ckpt.path {folder / "checkpoints"}"""
-
-
-STARTERS: dict[str, Callable[[Run, Path, Path], tuple[int, int, dict[str, str]]]] = {
-    "trl": start_trl,
-    "openrlhf": start_openrlhf,
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -535,7 +441,8 @@ def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
     about |= {"threads": run.threads, "commit": common.commit()}
     started = time.time()
     try:
-        status, memory, versions = STARTERS.get(run.system, start_ours)(run, work, folder)
+        start = start_trl if run.system == "trl" else start_ours
+        status, memory, versions = start(run, work, folder)
     except BenchmarkError as error:
         return about | {"error": str(error)}
     if status:
@@ -578,8 +485,7 @@ def summary_line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"failed: {result['error'].splitlines()[-1]}"
     row = run_row(result)
-    seconds = ", ".join(f"{phase} {row[phase]:.2f}" for phase in PHASES)
-    return f"{row['step']:.2f} s a step ({seconds}), {row['tokens_per_second']:.0f} tokens/s"
+    return f"{row['step']:.2f} s a step, {row['tokens_per_second']:.0f} tokens/s"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -616,28 +522,11 @@ def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
     if errors:
         return about | {"error": errors[0]}
     rows = [run_row(result) for result in results]
-    spreads = {name: spread([row[name] for row in rows]) for name in rows[0]}
-    return (
-        about
-        | {"versions": results[0]["versions"]}
-        | spreads
-        | {"curves": [curve(result) for result in results]}
-    )
-
-
-def spread(values: list[float | None]) -> dict[str, float] | None:
-    """None where a run has no such number: it never reached the accuracy, or was not evaluated."""
-    if any(value is None for value in values):
-        return None
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def curve(result: dict[str, Any]) -> list[list[float]]:
-    """Seconds of training and held-out accuracy, for every evaluation."""
-    seconds = [0.0]
-    for step in result["steps"]:
-        seconds.append(seconds[-1] + step["step"])
-    return [[round(seconds[step], 2), accuracy] for step, accuracy in result["accuracy"]]
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        # a run that never reached the accuracy, or was not evaluated, has no such number
+        about[name] = None if None in values else spread(values)
+    return about | {"versions": results[0]["versions"]}
 
 
 def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -649,12 +538,10 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
         "(benchmarks/end_to_end.py)",
         **common.environment(),
         "settings": {
-            "estimator": args.estimator,
+            "estimator": "grpo",
             "target_accuracy": TARGET,
             "warm_up_steps_left_out": WARM_UP_STEPS,
-            "workloads": {
-                name: asdict(workload(name, args)) for name, _ in map(counted, args.policies)
-            },
+            "workloads": {name: asdict(workload(name, args)) for name in args.policies},
         },
         "systems": [system_row(group) for group in groups.values()],
     }
@@ -671,8 +558,6 @@ def code_fingerprint(system: str, load: Workload) -> str:
     task = fingerprint(*TASK_FILES, ROOT / load.reward)
     if system == "trl":
         return task + fingerprint(TRL_LOCK, HERE / "end_to_end_trl.py")
-    if system == "openrlhf":
-        return task + fingerprint(ROOT / "requirements" / "cpu.lock")
     parts = ("openrlhf_ext", "patches", "configs/quickstart.yaml", "requirements/cpu.lock")
     text = git("ls-files", "-s", *parts) + git("diff", "HEAD", "--", *parts)
     return task + hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -683,13 +568,13 @@ def fingerprint(*files: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Table and figure
+# Text
 # --------------------------------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> str:
-    """One markdown table of all systems and policies."""
-    head = [
+    """All systems and policies."""
+    header = [
         "policy",
         "system",
         "s/step",
@@ -700,9 +585,7 @@ def table(result: dict[str, Any]) -> str:
         "s to 75 %",
         "accuracy",
     ]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
-    lines += [table_row(row) for row in result["systems"]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(header, [table_row(row) for row in result["systems"]])
 
 
 def table_row(row: dict[str, Any]) -> list[str]:
@@ -748,87 +631,10 @@ def settings_text(result: dict[str, Any]) -> str:
     return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
 
 
-def figure(result: dict[str, Any], path: Path) -> None:
-    """Seconds of a step by phase for every policy, and accuracy over seconds of training."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [row for row in result["systems"] if "error" not in row]
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    drawing = Figure(figsize=(13, 4.4), layout="constrained")
-    FigureCanvasAgg(drawing)
-    left, right = drawing.subfigures(1, 2, width_ratios=(len(policies), 1))
-    bars = left.subplots(1, len(policies), squeeze=False)[0]
-    for axis, policy in zip(bars, policies, strict=True):
-        draw_phases(axis, policy, [row for row in rows if row["policy"] == policy])
-    marks, names = bars[0].get_legend_handles_labels()
-    columns = {"ncols": len(names), "markerscale": 0.5, "handlelength": 1.2}
-    left.legend(
-        marks[1:] + marks[:1],
-        names[1:] + names[:1],
-        loc="outside lower center",
-        frameon=False,
-        **columns,
-    )
-    curves = right.subplots()
-    draw_curves(curves, [row for row in rows if row["seconds_to_target"] or row["final_accuracy"]])
-    right.legend(
-        *curves.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=110)
-
-
-def draw_phases(axis: Any, policy: str, rows: list[dict[str, Any]]) -> None:
-    names, left = [row["system"] for row in rows], [0.0] * len(rows)
-    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
-        widths = [row[phase]["median"] for row in rows]
-        axis.barh(names, widths, left=left, label=phase, color=color, height=0.6)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    # where phases overlap, the step is shorter than their sum
-    steps = [row["step"]["median"] for row in rows]
-    axis.plot(steps, names, "k|", markersize=24, markeredgewidth=2, label="step")
-    for place, (step, end) in enumerate(zip(steps, left, strict=True)):
-        axis.annotate(f" {step:.1f} s", (max(step, end), place), va="center", fontsize=9)
-    axis.invert_yaxis()
-    seeds = max(len(row["seeds"]) for row in rows)
-    median = f"median of {seeds} seeds" if seeds > 1 else "one seed"
-    axis.set(xlabel=f"seconds of a step by phase, {median}", title=f"{policy} policy")
-    axis.set_xlim(right=1.16 * max(*steps, *left))
-    plain(axis, "x")
-
-
-def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
-    for row, color in zip(rows, COLORS, strict=False):
-        for seed, points in enumerate(row["curves"]):
-            axis.plot(
-                *zip(*points, strict=True),
-                color=color,
-                label=None if seed else row["system"],
-                linewidth=1.2,
-            )
-    axis.axhline(TARGET, color="gray", linewidth=0.8, linestyle=":")
-    axis.annotate(
-        f"{TARGET:.0%}",
-        (1, TARGET),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="bottom",
-        fontsize=9,
-    )
-    count = max(len(row["curves"]) for row in rows)
-    axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy")
-    axis.set_title(f"{rows[0]['policy']} policy: a line for each of {count} seeds")
-    plain(axis)
-
-
 def document() -> str:
     """What docs/performance.md shows."""
     result = common.load(RESULT.name)
-    image = "![seconds per step by phase, accuracy over seconds](images/end_to_end.png)"
-    return "\n\n".join(
-        filter(None, [image, settings_text(result), table(result), errors_text(result)])
-    )
+    return "\n\n".join(filter(None, [settings_text(result), table(result), errors_text(result)]))
 
 
 def _medians(policy: str, system: str) -> dict[str, float]:
@@ -913,29 +719,18 @@ def parsed_variant(text: str) -> tuple[str, tuple[str, int]]:
     return name, (options, int(threads or 1))
 
 
-def counted(name: str) -> tuple[str, int | None]:
-    """``NAME[:SEEDS]``: how many of the seeds, None for all."""
-    name, _, seeds = name.partition(":")
-    return name, int(seeds) if seeds else None
-
-
 def planned(args: argparse.Namespace) -> list[Run]:
     """Seeds outermost: an interrupted benchmark has compared all systems on the first of them."""
     ours = OURS | dict(map(parsed_variant, args.variant))
-    systems = args.systems or [*ours, *OTHERS]
     cores = os.cpu_count() or 1
     runs = []
-    for policy, of_policy in map(counted, args.policies):
-        for place, seed in enumerate(args.seeds[:of_policy], 1):
-            for system, of_system in map(counted, systems):
-                if of_system is not None and place > of_system:
-                    continue
-                if system == "openrlhf" and (policy, seed) != ("toy", args.seeds[0]):
-                    continue  # whether it runs is asked once
-                options, threads = ours.get(system, ("", cores))
-                load = workload(policy, args)
+    for policy in args.policies:
+        load = workload(policy, args)
+        for seed in args.seeds:
+            for system in args.systems or [*ours, "trl"]:
+                options, threads = ("", cores) if system == "trl" else ours[system]
                 code = code_fingerprint(system, load)
-                runs.append(Run(system, options, threads, policy, load, args.estimator, seed, code))
+                runs.append(Run(system, options, threads, policy, load, seed, code))
     return runs
 
 
@@ -943,56 +738,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--systems",
-        nargs="+",
-        metavar="NAME[:SEEDS]",
-        help=f"default: {' '.join([*OURS, *OTHERS])} and the variants",
+    add = parser.add_argument
+    add("--systems", nargs="+", help=f"default: {' '.join(OURS)} trl and the variants")
+    add(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME[@THREADS]=OPTIONS",
+        help="one more system: this project with these options",
     )
-    parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME[@THREADS]=OPTIONS", help="one more"
-    )
-    parser.add_argument("--policies", nargs="+", default=list(WORKLOADS), metavar="NAME[:SEEDS]")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    add("--policies", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    add("--seeds", nargs="+", type=int, default=[1, 2, 3])
     default_steps = ", ".join(f"{name} {load.steps}" for name, load in WORKLOADS.items())
-    parser.add_argument("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
-    parser.add_argument(
-        "--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)"
-    )
-    parser.add_argument("--estimator", default="grpo", help="of all systems: grpo, dapo")
-    parser.add_argument(
+    add("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
+    add("--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)")
+    add(
         "--busiest",
         type=float,
         default=10.0,
         help="percent of the cores in use before a run may start",
     )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=ROOT / "build" / "end_to_end",
-        help="environments, finished runs",
-    )
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument(
-        "--table", action="store_true", help="only write document and figure, from --output"
-    )
+    add("--work", type=Path, default=ROOT / "build/end_to_end", help="environments, finished runs")
+    add("--output", type=Path, default=RESULT)
+    add("--table", action="store_true", help="only write the pages, from --output")
     args = parser.parse_args()
     # so that the system under way is ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if unknown := {name for name, _ in map(counted, args.policies)} - WORKLOADS.keys():
-        parser.error(
-            f"--policies: there is no {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(WORKLOADS)}"
-        )
     if not args.table:
         args.work = args.work.resolve()
         results = [finished(run, args.work, args.busiest) for run in planned(args)]
         common.write(args.output, record(args, results))
-    result = json.loads(args.output.read_text())
-    print(table(result))
+    print(table(json.loads(args.output.read_text())))
     if args.output.resolve() == RESULT:
         common.write_pages()
-        figure(result, FIGURE)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import record  # noqa: E402
+from benchmarks.harness import markdown_table  # noqa: E402
 from openrlhf_ext.cli.chaos import can_be_repeated, chosen, parts_of  # noqa: E402
 from openrlhf_ext.config import load_config  # noqa: E402
 from openrlhf_ext.tools.chaos.faults import FAULTS, Fault, ask, draw  # noqa: E402
@@ -307,7 +308,7 @@ def _table(by: str, order: Sequence[str]) -> str:
     groups = defaultdict(list)
     for row in _rows():
         groups[row[by]].append(row)
-    columns = (
+    header = [
         by,
         "injected",
         *RESULTS,
@@ -315,22 +316,18 @@ def _table(by: str, order: Sequence[str]) -> str:
         "files left",
         "noticed after, s",
         "next step after, s",
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    ]
+    lines = []
     for name in sorted(groups, key=lambda name: order.index(name)):
         rows = groups[name]
         counts = Counter(
             "ended, resumed" if row["result"].startswith("ended") else row["result"] for row in rows
         )
-        cells = [
-            name,
-            len(rows),
-            *(counts[kind] for kind in RESULTS),
-            *(sum(row[h] for row in rows) for h in _HELD),
-        ]
-        cells += [_seconds(rows, "detected_s"), _seconds(rows, "recovered_s")]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        line = [name, len(rows)]
+        line += [counts[kind] for kind in RESULTS]
+        line += [sum(row[h] for row in rows) for h in _HELD]
+        lines.append([*line, _seconds(rows, "detected_s"), _seconds(rows, "recovered_s")])
+    return markdown_table(header, lines)
 
 
 def _in_order() -> list[str]:
@@ -339,19 +336,17 @@ def _in_order() -> list[str]:
 
 
 def _modes_table() -> str:
-    columns = ("mode", "runs", "faults", "runs held", "files left", "effective training time")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = []
     trials = defaultdict(list)
     for trial in record.load(RESULT.name)["trials"]:
         trials[trial["mode"]].append(trial)
     for mode, own in trials.items():
         said = summary(own)
         held, left = (sum(_held(trial)[h] for trial in own) for h in _HELD)
-        lines.append(
-            f"| {mode} | {len(own)} | {said['faults']} | {held} | {left} | "
-            f"{said['effective']:.0%} |"
-        )
-    return "\n".join(lines)
+        effective = f"{said['effective']:.0%}"
+        lines.append([mode, len(own), said["faults"], held, left, effective])
+    header = ["mode", "runs", "faults", "runs held", "files left", "effective training time"]
+    return markdown_table(header, lines)
 
 
 def _failed() -> str:

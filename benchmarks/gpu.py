@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.harness import markdown_table
 
 NAME = "gpu_h200.json"
 GIB, MIB = 1 << 30, 1 << 20
@@ -109,7 +110,7 @@ _WALKS = {
     "token loss": ("token loss with gradients", 4, "full", "backward"),
     "logprob": ("log-prob with backward, logits twice", 4, "full", "backward"),
 }
-"""Of ``benchmarks/head.py``: title, products, the way of all logits, whose extra memory."""
+"""Of ``benchmarks/head_speed.py``: title, products, the way of all logits, whose extra memory."""
 
 
 # ---- text
@@ -121,11 +122,6 @@ def _measured(check: str, run: str = "first") -> dict[str, Any]:
 
 def _cells() -> dict[str, Any]:
     return record.load(NAME)["runs"]["second"]["study"]["cells"]
-
-
-def _table(*rows: list[str]) -> str:
-    header, *others = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *others))
 
 
 def machine() -> str:
@@ -196,17 +192,16 @@ def _nats(found: dict[str, Any]) -> str:
 
 def head() -> str:
     """Ratios to the products, seconds and memory, of the fewest tokens that were measured."""
-    rows = [
-        [
-            "tokens, shard of the vocabulary",
-            "walk",
-            "ms",
-            "to its products",
-            "extra memory, MiB",
-            "all logits: ms",
-            "MiB",
-        ]
+    header = [
+        "tokens, shard of the vocabulary",
+        "walk",
+        "ms",
+        "to its products",
+        "extra memory, MiB",
+        "all logits: ms",
+        "MiB",
     ]
+    rows = []
     cells = _measured("head:benchmark")["gpu"]
     sizes = {name: name.split() for name in cells if name.startswith("tokens")}
     fewest = min(int(words[1]) for words in sizes.values())
@@ -230,23 +225,22 @@ def head() -> str:
                     "-" if theirs is None else f"{extra[full]:,.0f}",
                 ]
             )
-    return _table(*rows)
+    return markdown_table(header, rows)
 
 
 def rank() -> str:
     """MFU and memory of a rank of 32B, beside plan's."""
     found = _measured("size:memory_and_mfu", "second")
-    rows = [
-        [
-            "recompute",
-            "tokens",
-            "forward and backward, s",
-            "MFU",
-            "log-probs, s",
-            "peak, GiB",
-            "plan, GiB",
-        ]
+    header = [
+        "recompute",
+        "tokens",
+        "forward and backward, s",
+        "MFU",
+        "log-probs, s",
+        "peak, GiB",
+        "plan, GiB",
     ]
+    rows = []
     for mode, megatron in modes():
         for tokens in (16384, 32768):
             cell = found[f"{tokens} tokens, recompute {mode}"]
@@ -261,7 +255,7 @@ def rank() -> str:
                     f"{planned(tokens, megatron, found['states']) / GIB:.1f}",
                 ]
             )
-    return _table(*rows)
+    return markdown_table(header, rows)
 
 
 def off() -> str:
@@ -313,8 +307,8 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
 def products() -> str:
     """FP8 products beside BF16's."""
     found = _cells()["products/blockwise"]["measured"]
-    rows = [["product", "TP", "inputs x outputs", "FP8, ms", "BF16, ms", "BF16 / FP8"]]
-    rows += [
+    header = ["product", "TP", "inputs x outputs", "FP8, ms", "BF16, ms", "BF16 / FP8"]
+    rows = [
         [
             of["name"],
             str(of["ranks"]),
@@ -326,7 +320,7 @@ def products() -> str:
         for of in found["rows"]
     ]
     rows.append(["all together", "", "", "", "", f"**{found['ratio_of_sums']:.2f}**"])
-    return _table(*rows)
+    return markdown_table(header, rows)
 
 
 def eight() -> str:
@@ -335,17 +329,16 @@ def eight() -> str:
         name: cell["measured"] for name, cell in _cells().items() if name.startswith("layers/")
     }
     plain = cells["layers/bf16/8192"]
-    rows = [
-        [
-            "layers",
-            "train, tokens/s",
-            "to BF16",
-            "log-probs, tokens/s",
-            "to BF16",
-            "allocated, GiB",
-            "loss",
-        ]
+    header = [
+        "layers",
+        "train, tokens/s",
+        "to BF16",
+        "log-probs, tokens/s",
+        "to BF16",
+        "allocated, GiB",
+        "loss",
     ]
+    rows = []
     for name, of in cells.items():
         rows.append(
             [
@@ -358,7 +351,7 @@ def eight() -> str:
                 f"{of['loss']:.4f}",
             ]
         )
-    return _table(*rows)
+    return markdown_table(header, rows)
 
 
 def sync() -> str:

@@ -6,7 +6,11 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import markdown_table
 from openrlhf_ext.algorithms import Inputs, LossBatch, RolloutBatch
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.segments import Segments
@@ -36,19 +40,16 @@ def tables() -> Iterator[str]:
     its properties."""
     yield _HEAD
     for name, holder in _HOLDERS.items():
-        yield (
-            f"\n`{name}`, a `{holder.__name__}`:\n\n| name | shape | dtype | meaning |\n"
-            "|---|---|---|---|\n"
-        )
-        for attribute, text in attributes(holder):
-            shape, dtype, meaning = _split(text)
-            yield f"| `{attribute}` | {shape} | {dtype} | {meaning.replace('|', chr(92) + '|')} |\n"
+        rows = [(f"`{attribute}`", *_split(text)) for attribute, text in attributes(holder)]
+        table = markdown_table(["name", "shape", "dtype", "meaning"], rows)
+        yield f"\n`{name}`, a `{holder.__name__}`:\n\n{table}\n"
 
 
 def attributes(holder: type) -> Iterator[tuple[str, str]]:
     """Names and texts."""
     _, _, listed = (inspect.getdoc(holder) or "").partition("Attributes:\n")
-    for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", listed, re.MULTILINE):
+    # lines that continue a text have no deeper indentation than its name
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n    (?!\w+: ).*)*)", listed, re.MULTILINE):
         yield name, " ".join(text.split())
     for name, member in vars(holder).items():
         if isinstance(member, property) and not name.startswith("_"):

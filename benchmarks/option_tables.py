@@ -11,8 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import markdown_table
 from openrlhf_ext.algorithms.registry import algorithm_class
 from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import group_of, method_options, shown_name, supported_and_refused
@@ -47,16 +51,16 @@ def format_markdown() -> str:
     lines: list[str] = [_HEAD]
     for group, members in groupby(supported, key=group_of):
         rows = [_markdown_row(option) for option in members if not _is_method(option)]
-        lines += [f"## {group}", "", *_markdown_table(("option", "value", "meaning"), rows), ""]
+        lines += [f"## {group}", "", markdown_table(("option", "value", "meaning"), rows), ""]
     lines += ["## Options of the estimators", "", _OF_METHODS, ""]
     head = ("option", "value", "estimators", "meaning")
-    lines += [*_markdown_table(head, list(_method_rows())), ""]
+    lines += [markdown_table(head, list(_method_rows())), ""]
     lines += ["## Options of OpenRLHF that are refused or mean nothing here", ""]
     for verdict, refuses in (("is a warning", False), ("is refused", True)):
         lines += [f"{_OF_OPENRLHF} {verdict}:", "", *_reasons(refused, refuses), ""]
     lines += ["## Where defaults or choices differ from OpenRLHF", ""]
     rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
-    lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
+    lines += [markdown_table(("option", "OpenRLHF", "here", "why"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -125,11 +129,6 @@ def _reasons(refused: Sequence[Option], refuses: bool) -> Iterator[str]:
             names.setdefault((reason.why, reason.instead), []).append(f"`{option.name}`")
     for (why, instead), options in names.items():
         yield f"- {', '.join(options)}: {why}; {instead}"
-
-
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def format_schema() -> str:

@@ -8,9 +8,6 @@
   model are chosen so that the mean of |log(predicted / published)| is least. The others judge.
   `--published` writes nothing and prints the table.
 * `ranking`: CPU seconds of ranking the 32B recipe on 64 H100.
-* `formula`: Megatron-LM's own estimate (`megatron/training/theoretical_memory_usage.py`,
-  core_v0.16.1) of Qwen2.5-32B, with what it lacks listed beside it as plan counts it, bytes of one
-  layer for 4,096 tokens on one rank.
 """
 
 from __future__ import annotations
@@ -31,10 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.harness import markdown_table
 from openrlhf_ext.config import load_config
-from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from openrlhf_ext.planning.memory import GIB, Pass, StateOptions, layer_activations, rank_states
 from openrlhf_ext.planning.search import Planner
 from openrlhf_ext.planning.seconds import Assumptions
 
@@ -201,10 +196,14 @@ def table() -> str:
     """docs/scaling.md: every row, what the fit made of it, and the sources."""
     rows = {row["id"]: row for row in json.loads(ROWS.read_text())["rows"]}
     sources = list(dict.fromkeys(rows[name]["source"] for name in sorted(rows)))
-    lines = [
-        "| run | model, GPUs, mean tokens of prompt + response | published, s | predicted | ratio |"
+    header = [
+        "run",
+        "model, GPUs, mean tokens of prompt + response",
+        "published, s",
+        "predicted",
+        "ratio",
     ]
-    lines.append("|---|---|---|---|---|")
+    lines = []
     for found in record.load("plan_cpu.json")["published"]["rows"]:
         row = rows[found["id"]]
         what = f"{row['model']}, {row['gpus']} {row['gpu']}"
@@ -218,9 +217,9 @@ def table() -> str:
             f"[{sources.index(row['source']) + 1}]{', fitted' if found['fitted'] else ''}"
         )
         cells = [_cell(row["seconds"]), _cell(found["predicted"]), _cell(found["ratio"])]
-        lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {source}" for number, source in enumerate(sources, 1))]
-    return "\n".join(lines)
+        lines.append([name, what, *cells])
+    named = [f"{number}. {source}" for number, source in enumerate(sources, 1)]
+    return "\n".join([markdown_table(header, lines), "", *named])
 
 
 def _cell(values: dict[str, float]) -> str:
@@ -274,60 +273,6 @@ def verdict() -> str:
 TEXTS = {"published": table, "verdict": verdict}
 
 
-def formula(shape: ModelShape, tp: int, pp: int, dp: int, tokens: int) -> dict[str, float]:
-    """Parameters (billions) and GiB of the most loaded rank, by Megatron-LM's published formula;
-    micro-batches of 1, sequence parallelism, selective recomputation, no interleaving, as many
-    micro-batches as stages."""
-    h, f, layers, vocab = (
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-        shape.num_layers,
-        shape.vocab_size,
-    )
-    layer = 2 * h * (1.5 * f + 1) + 2 * h * h * (1 + shape.num_kv_heads / shape.num_heads)
-    shard = ((layers * layer + h) / pp + vocab * h * (2 if pp == 1 else 1)) / tp
-    kept = tokens * h * (18 + 4 * f / h) * layers + 8 * tokens * pp + tokens * h * pp
-    kept += 4 * tokens * h * (1 + vocab / h) if pp == 1 else 0
-    return {
-        "shard": shard / 1e9,
-        "states": shard * (6 + 12 / dp) / GIB,
-        "activations": kept / tp / GIB,
-    }
-
-
-def corrections(shape: ModelShape) -> dict[str, Any]:
-    """What the formula lacks, by plan's own counts."""
-    tokens, alone = 4096, ParallelLayout(1)
-    sbh = tokens * shape.hidden_size
-    layer = layer_activations(shape, alone, Pass(tokens))
-    fp8 = layer_activations(shape, alone, Pass(tokens, fp8=True))
-    formulas = 18 + 4 * shape.ffn_hidden_size / shape.hidden_size
-    saved = round((fp8.total - layer.total) / sbh, 2)
-    return {
-        "layer, bytes per token and hidden entry": round(layer.total / sbh, 2),
-        "the formula's": round(formulas, 2),
-        "full recomputation, GiB a layer": round(layer.input / GIB, 3),
-        "linear inputs in FP8, bytes per token and hidden entry": saved,
-        "parameters": rank_states(shape, alone, 0, StateOptions()).parameters,
-    }
-
-
-TABLE = (
-    (8, 1, 1),
-    (4, 2, 1),
-    (8, 1, 2),
-    (4, 4, 1),
-    (8, 2, 1),
-    (4, 4, 2),
-    (8, 2, 2),
-    (8, 4, 1),
-    (4, 2, 8),
-    (8, 2, 4),
-    (4, 8, 2),
-)
-"""Tensor-parallel size, stages, copies."""
-
-
 def main() -> None:
     """Measures and writes, or prints what became of the published rows."""
     parser = argparse.ArgumentParser()
@@ -340,7 +285,6 @@ def main() -> None:
     if arguments.published:
         print(json.dumps(published(), indent=1))
         return
-    shape = read_model_shape(CONFIGS / "models/qwen2.5-32b")
     words = ["--config", str(CONFIGS / "recipes/qwen2.5_32b_gtpo_entropy.yaml")]
     words += ["--actor.model_name_or_path", str(CONFIGS / "models/qwen2.5-32b")]
     planner, started = Planner(load_config(words, files=False)), time.process_time()
@@ -350,16 +294,7 @@ def main() -> None:
         "layouts": len(found),
         "cpu_seconds": round(time.process_time() - started, 1),
     }
-    rows = {f"{tp}.{pp}.{dp}": formula(shape, tp, pp, dp, 4096) for tp, pp, dp in TABLE}
-    result = {
-        **record.environment(),
-        "published": published(),
-        "ranking": ranking,
-        "formula": {
-            name: {key: round(value, 3) for key, value in row.items()} for name, row in rows.items()
-        },
-        "corrections": corrections(shape),
-    }
+    result = {**record.environment(), "published": published(), "ranking": ranking}
     record.write(arguments.output, result)
 
 

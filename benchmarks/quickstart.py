@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.harness import spread
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.reporting.progress import ProgressLine
 
@@ -29,6 +29,7 @@ def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
     lines = read_metrics(run_dir / "metrics.jsonl")
     steps = [line for line in lines if "reward/mean" in line]
     evaluations = [line for line in lines if "eval/accuracy" in line]
+    # the first step warms up
     seconds = {name: [step[f"time/{name}"] for step in steps[1:]] for name in PHASES}
     return {
         "what": "examples/scripts/quickstart.sh, everything after the installation",
@@ -63,11 +64,6 @@ def accuracy(path: Path) -> dict[str, float]:
         name: result[name]
         for name in ("accuracy", "standard_error", "prompts", "samples_per_prompt")
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest over steps (the first step, which warms up, left out)."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def progress_lines(steps: list[dict]) -> list[str]:

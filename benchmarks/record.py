@@ -12,6 +12,10 @@ text, and that no measured number of README and docs/performance.md stands outsi
 
 A digest that is null was never recorded. Where a benchmark was run again in part, a file has the
 digests of all parts.
+
+A record whose program was removed has ``removed_program``: the program's path, the last commit that
+has it, and the texts that the program made for the pages. Such a record stays as measured: nobody
+can renew it, so no digest is compared and MEASURES does not name it.
 """
 
 from __future__ import annotations
@@ -51,10 +55,6 @@ _STEP = (
 _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/python/toy_task.py")
 # record -> what its numbers depend on
 MEASURES: dict[str, tuple[str, ...]] = {
-    "adapters_cpu.json": tuple(
-        f"openrlhf_ext/{part}.py"
-        for part in ("megatron/layers/adapted", "rollout/adapters", "ranks/publishing")
-    ),
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "curves_cpu.json": (
         *_TOY,
@@ -71,27 +71,11 @@ MEASURES: dict[str, tuple[str, ...]] = {
             for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")
         ),
     ),
-    "engine_side_cpu.json": (
-        "openrlhf_ext/rollout/scheduler.py",
-        "openrlhf_ext/rollout/response.py",
-        "openrlhf_ext/rewards/executor.py",
-    ),
-    "engine_entropies_cpu.json": (
-        "openrlhf_ext/algorithms",
-        "openrlhf_ext/rollout/worker_extension.py",
-        "examples/python/gym_task.py",
-    ),
     "faults_cpu.json": (
         "openrlhf_ext/tools/chaos",
         "openrlhf_ext/driver/guard.py",
         "openrlhf_ext/driver/engines.py",
         "openrlhf_ext/run/checkpoints.py",
-    ),
-    "fp8_learning_cpu.json": (
-        *_TOY,
-        "openrlhf_ext/fp8",
-        "openrlhf_ext/megatron/layers",
-        "openrlhf_ext/rollout/worker_extension.py",
     ),
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
     "gpu_h200.json": (
@@ -100,52 +84,12 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/model",
         "openrlhf_ext/rollout/sync/cuda_ipc.py",
     ),
-    "graders_cpu.json": tuple(
-        f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")
-    ),
-    "head_cpu.json": ("openrlhf_ext/head",),
-    "ledger_cpu.json": ("openrlhf_ext/run/ledger.py", "openrlhf_ext/driver/rollouts.py"),
-    "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "plan_cpu.json": ("openrlhf_ext/planning", "benchmarks/published_steps.json"),
-    "probe_cpu.json": (
-        "openrlhf_ext/rollout/probe.py",
-        "openrlhf_ext/megatron/model",
-        "openrlhf_ext/megatron/built.py",
-        "openrlhf_ext/megatron/step/schedule.py",
-    ),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "real_model.json": (
         "configs/real_model.yaml",
         "examples/python/gym_task.py",
         "examples/python/reward_gsm8k.py",
-    ),
-    "replay_cpu.json": (
-        "openrlhf_ext/megatron/model/experts.py",
-        "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/rollout/scheduler.py",
-        "patches/vllm_moe.py",
-    ),
-    "replay_learning_cpu.json": (
-        *_TOY,
-        "openrlhf_ext/megatron/model/experts.py",
-        "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/rollout/scheduler.py",
-        "patches/vllm_moe.py",
-    ),
-    "report_cpu.json": ("openrlhf_ext/tools/report",),
-    "scale_cpu.json": (
-        "openrlhf_ext/driver/experience.py",
-        "openrlhf_ext/driver/scoring.py",
-        "openrlhf_ext/driver/rollouts.py",
-        "openrlhf_ext/rollout/response.py",
-        "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/megatron/step/dealing.py",
-        "openrlhf_ext/algorithms/batch.py",
-    ),
-    "shared_prompts_cpu.json": (
-        "openrlhf_ext/megatron/model",
-        "openrlhf_ext/megatron/step/batch.py",
-        "openrlhf_ext/megatron/step/dealing.py",
     ),
     "silent_faults_cpu.json": (
         "benchmarks/silent",
@@ -155,28 +99,12 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/ranks/movement.py",
         "openrlhf_ext/sft/gauges.py",
     ),
-    "soak_cpu.json": (
-        "openrlhf_ext/megatron/settings.py",
-        "openrlhf_ext/reporting/progress.py",
-        "openrlhf_ext/driver/loop.py",
-        "openrlhf_ext/driver/guard.py",
-    ),
-    "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
-    "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
 }
 # <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS;
-# record.head_cpu: only the state of head_cpu.json, for text beside it that is written by hand
+# record.probe_cpu: only the state of probe_cpu.json, for text beside it that is written by hand
 REGION = re.compile(r"(<!-- begin: (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COMMIT = re.compile(r"([0-9a-f]{7,40})(-dirty)?\b")
 _LOADED: list[str] = []
-
-
-def status_bytes(key: str) -> int:
-    """A size out of /proc/self/status: VmRSS, VmHWM (the most since it was last reset)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 def environment(*packages: str) -> dict[str, Any]:
@@ -290,24 +218,31 @@ def state(name: str) -> str:
     at = " (".join(
         filter(None, [", ".join(f"`{each}`" for each in commits(record)), _days(record)])
     )
-    text = [f"Measured at commit {at}{')' * ('(' in at)}."]
+    at += ")" * ("(" in at)
+    if removed := record.get("removed_program"):
+        return wrapped(
+            f"Measured by `{removed['path']}` at commit {at}. The program was removed after commit "
+            f"`{removed['last_commit']}`; the record stays as measured, and the code may have changed "
+            "since."
+        )
+    text = [f"Measured at commit {at}."]
     changed, unknown = unlike(name, record)
     if changed:
-        these = "this has" if len(changed) == 1 else "these have"
-        text.append(f"Since then {these} changed: {_some(changed)}.")
+        text.append(f"Since then {_some(changed)} changed.")
     if unknown:
-        text.append(f"It was not recorded what {_some(unknown)} had in it.")
+        text.append(f"The record has no digest of {_some(unknown)}.")
     if changed or unknown:
-        text.append(
-            f"The numbers are of {'those commits' if len(commits(record)) > 1 else 'that commit'}."
-        )
+        commit_s = "those commits" if len(commits(record)) > 1 else "that commit"
+        text.append(f"The numbers describe {commit_s}.")
     return wrapped(" ".join(text))
 
 
 def _some(paths: list[str]) -> str:
     names = [f"`{path.removeprefix('openrlhf_ext/')}`" for path in paths[:2]]
     more = len(paths) - 2
-    return ", ".join(names) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
+    if more > 0:
+        return ", ".join(names) + f", and {more} more"
+    return " and ".join(names)
 
 
 def commits(record: dict[str, Any]) -> list[str]:
@@ -372,11 +307,21 @@ def _made(program: str, name: str) -> tuple[str, list[str]]:
     """The text of a region and the records that were read for it."""
     if program == "record":
         return "", [f"{name}.json"]
+    if not (ROOT / f"benchmarks/{program}.py").exists():
+        return _text_of_removed(program, name)
     _LOADED.clear()
     text = importlib.import_module(f"benchmarks.{program}").TEXTS[name]()
     if not _LOADED:
         raise ValueError(f"benchmarks/{program}.py: TEXTS[{name!r}] reads no record by record.load")
     return text, list(dict.fromkeys(_LOADED))
+
+
+def _text_of_removed(program: str, name: str) -> tuple[str, list[str]]:
+    for path in sorted(RESULTS.glob("*.json")):
+        removed = json.loads(path.read_text()).get("removed_program", {})
+        if removed.get("path") == f"benchmarks/{program}.py" and name in removed["texts"]:
+            return removed["texts"][name], [path.name]
+    raise ValueError(f"no program and no record has the text {name!r} of benchmarks/{program}.py")
 
 
 def main() -> int:

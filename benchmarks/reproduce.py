@@ -38,6 +38,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from benchmarks import real_model, record
+from benchmarks.harness import markdown_table
 from benchmarks.study.outcomes import smoothed
 from benchmarks.study.runs import (
     Places,
@@ -327,11 +328,11 @@ def shown(item: Item) -> list[str]:
 def table_text(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """A line for each run, as Markdown."""
     names = shown(item)
-    lines = [f"| run | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = []
     for run, rows in of_run.items():
         values = (_mean(rows, name) for name in names)
-        lines.append(f"| {run} | {' | '.join('-' if v is None else f'{v:.3g}' for v in values)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([run, *("-" if value is None else f"{value:.3g}" for value in values)])
+    return markdown_table(["run", *names], lines) + "\n"
 
 
 def draw(
@@ -668,9 +669,9 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
     ``openrlhf-ext plan``, nothing of them is measured."""
     planned: dict[tuple[str, Any], tuple[int, float]] = {}
     made = json.loads(RECORD.read_text())["items"]
-    lines = ["| item | what | plan |", "|---|---|---|"]
+    lines: list[list[str]] = []
     for name, paper in papers.items():
-        lines.append(f"| **{paper.title}** | | |")
+        lines.append([f"**{paper.title}**", "", ""])
         for item_name, item in paper.items.items():
             hours: dict[int, list[float]] = {}
             for run in (paper.runs[run] for run in item.runs):
@@ -682,12 +683,10 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
                 f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items()
             )
             link = item_link(f"{name} {item_name}", made)
-            lines.append(f"| {link} | {item.what} | {needs} |")
-        lines += [
-            f"| {name} {item_name} | no command: {why} | |"
-            for item_name, why in paper.missing.items()
-        ]
-    return "\n".join(lines) + "\n"
+            lines.append([link, item.what, needs])
+        for item_name, why in paper.missing.items():
+            lines.append([f"{name} {item_name}", f"no command: {why}", ""])
+    return markdown_table(["item", "what", "plan"], lines) + "\n"
 
 
 def item_link(item: str, made: Mapping[str, Any]) -> str:

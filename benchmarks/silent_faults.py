@@ -26,6 +26,7 @@ import ray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record  # noqa: E402
+from benchmarks.harness import markdown_table  # noqa: E402
 from benchmarks.silent import faults, lab  # noqa: E402
 from openrlhf_ext.run.corridor import Corridor, bands_of, is_banded  # noqa: E402
 
@@ -51,25 +52,24 @@ def lab_of(name: str, folder: Path, toy: Path) -> Any:
     return sft.Lab(name, folder, toy)
 
 
-def trials(name: str, clean: int, repeats: int) -> Iterator[tuple[str, int, lab.Fault | None]]:
+def trials(name: str, clean: int) -> Iterator[tuple[str, int, lab.Fault | None]]:
     """Names, seeds, and faults of the trials of a lab: no two trials have a seed in common."""
     for seed in range(TRUSTED):
         yield "", CLEAN + seed, None
     for number, fault in enumerate(faults_of(name)):
         if fault.lab == name:
-            for repeat in range(repeats):
-                yield fault.name, 5000 + 10 * number + repeat, fault
+            yield fault.name, 5000 + 10 * number, fault
     for seed in range(TRUSTED, TRUSTED + clean):
         yield "", CLEAN + seed, None
 
 
-def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[str]) -> None:
+def run(name: str, folder: Path, toy: Path, clean: int, only: set[str]) -> None:
     path = folder / f"{name}.jsonl"
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     done = {(row["fault"], row["seed"]) for row in rows}
     wanted = [
         t
-        for t in trials(name, clean, repeats)
+        for t in trials(name, clean)
         if t[:2] not in done and (not only or not t[0] or t[0] in only)
     ]
     if not wanted:
@@ -195,14 +195,14 @@ def _about() -> str:
 
 
 def _table() -> str:
-    lines = ["| lab | published | fault | noticed by | after steps |", "|---|---|---|---|---|"]
+    rows = []
     for each in record.load(RESULT.name)["faults"]:
         by = ", ".join(f"`{name}`" for name in each["by"][:3]) + (
             ", ..." if len(each["by"]) > 3 else ""
         )
         after = "**not noticed**" if each["after"] is None else each["after"]
-        lines.append(f"| {each['lab']} | {each['issue']} | {each['what']} | {by} | {after} |")
-    return "\n".join(lines)
+        rows.append([each["lab"], each["issue"], each["what"], by, after])
+    return markdown_table(["lab", "published", "fault", "noticed by", "after steps"], rows)
 
 
 TEXTS = {"about": _about, "table": _table}
@@ -219,7 +219,6 @@ def main() -> int:
     parser.add_argument(
         "--clean", type=int, default=100, help="runs beside the trusted ones (default: 100)"
     )
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--labs", default="full,lora")
     parser.add_argument("--only", default="")
     parser.add_argument("--result", type=Path)
@@ -234,7 +233,6 @@ def main() -> int:
             asked.folder,
             asked.toy,
             asked.clean,
-            asked.repeats,
             set(filter(None, asked.only.split(","))),
         )
     if asked.result is not None:

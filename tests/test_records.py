@@ -17,8 +17,15 @@ MEASURED = re.compile(
 )
 
 
+REMOVED = {
+    name: found["removed_program"]
+    for name in COMMITTED
+    if "removed_program" in (found := json.loads((record.RESULTS / name).read_text()))
+}
+
+
 def test_every_record_says_what_it_measures():
-    assert set(record.MEASURES) == set(COMMITTED), "benchmarks/record.py: MEASURES"
+    assert set(record.MEASURES) == set(COMMITTED) - set(REMOVED), "benchmarks/record.py: MEASURES"
     for name in COMMITTED:
         found = record.load(name)
         text = (record.RESULTS / name).read_text()
@@ -31,6 +38,14 @@ def test_every_record_says_what_it_measures():
 def test_what_records_measure_exists():
     for name, paths in record.MEASURES.items():
         assert paths and all((record.ROOT / path).exists() for path in paths), name
+
+
+def test_a_record_without_a_program_names_the_program_and_its_last_commit():
+    for name, removed in REMOVED.items():
+        assert not (record.ROOT / removed["path"]).exists(), name
+        state = record.state(name)
+        assert state.startswith(f"Measured by `{removed['path']}` at commit"), name
+        assert f"`{removed['last_commit']}`" in state.replace("\n", " "), name
 
 
 def region_records(page: str) -> set[str]:
@@ -66,7 +81,7 @@ def test_changed_code_makes_a_record_old_and_comments_do_not(checkout):
     file.write_text("def f():\n    return 2\n")
     assert record.unlike("speed.json", record.load("speed.json")) == (["code.py"], [])
     assert record.filled("<!-- begin: record.speed -->\nx\n<!-- end -->").splitlines()[1:-1] == [
-        f"{told} Since then this has changed: `code.py`. The numbers are of that commit."
+        f"{told} Since then `code.py` changed. The numbers describe that commit."
     ]
     file.unlink()
     assert record.unlike("speed.json", record.load("speed.json")) == (["code.py"], [])
@@ -88,9 +103,25 @@ def test_a_digest_that_was_never_recorded_is_not_taken_for_the_present_one(check
     for measures in ({}, {"code.py": None}):
         path.write_text(json.dumps({"commit": "fedcba987", "measures": measures}))
         assert record.unlike(path.name, record.load(path.name)) == ([], ["code.py"])
-        assert "It was not recorded what `code.py` had in it." in record.state(path.name)
+        assert "The record has no digest of `code.py`." in record.state(path.name)
     record.write(path, record.load(path.name), kept=True)
     assert record.unlike(path.name, record.load(path.name)) == ([], ["code.py"])
+
+
+def test_the_text_of_a_removed_program_comes_from_its_record(checkout):
+    removed = {"path": "benchmarks/gone.py", "last_commit": "abcdef012345"}
+    found = {"commit": "fedcba987", "removed_program": removed | {"texts": {"table": "| 7 s |"}}}
+    (checkout / "gone_cpu.json").write_text(json.dumps(found))
+    page = "<!-- begin: gone.table -->\n| 6 s |\n<!-- end -->"
+    assert record.filled(page).splitlines()[1:-1] == [
+        "| 7 s |",
+        "",
+        "Measured by `benchmarks/gone.py` at commit `fedcba987`. The program was removed after commit "
+        "`abcdef012345`; the record stays as",
+        "measured, and the code may have changed since.",
+    ]
+    with pytest.raises(ValueError, match="has the text 'other' of benchmarks/gone.py"):
+        record.filled(page.replace("table", "other"))
 
 
 @pytest.mark.parametrize("page", record.PAGES, ids=lambda page: page.name)

@@ -5,7 +5,8 @@ model.
 
 ``settings`` reads a study, ``cells`` lists what it measures, ``linear``, ``products`` and
 ``layers`` measure, each cell in a process of its own, ``run`` starts them and keeps the JSON,
-``report`` makes Markdown and figure of it. ``published.json`` has what others measured.
-``mismatch`` compares the log-probs of trainer and engine, a program of its own. Needs torch;
-megatron-core and pydantic for the layers; TransformerEngine on a GPU.
+``report`` makes Markdown of it.
+``published.json`` has what others measured. ``mismatch`` compares the log-probs of trainer and
+engine, a program of its own. Needs torch; megatron-core and pydantic for the layers;
+TransformerEngine on a GPU.
 """

@@ -11,7 +11,6 @@ from openrlhf_ext.fp8.recipe import Recipe
 
 BUILD = "build"
 BF16 = "bf16"
-SCALINGS = ("blockwise", "rowwise", "tensorwise")
 VARIANTS = ("recompute", "many")
 
 
@@ -20,11 +19,10 @@ class Cell:
     """One process and one entry of the JSON.
 
     Attributes:
-        kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm', 'layers', 'engine',
-        'mismatch', 'run'.
-        way: a recipe of ``settings.RECIPES``, 'bf16', a scaling of
-        ``torch.nn.functional.scaled_mm``, or a run of
-            ``runs.RUNS``; of 'mismatch' always 'emulated'.
+        kind: 'build' (of TransformerEngine), 'linear', 'products', 'layers', 'engine', 'mismatch',
+            'run'.
+        way: a recipe of ``settings.RECIPES``, 'bf16', or a run of ``runs.RUNS``; of 'mismatch'
+            always 'emulated'.
         tokens: of a sequence; 0 where it does not matter.
         ranks: the layers are those that one of so many tensor-parallel ranks holds.
         variant: 'recompute', 'many' micro-batches, or neither.
@@ -83,11 +81,7 @@ def cells_of(study: dict[str, Any], *, build: bool) -> list[Cell]:
     recipes, pow2 = study["recipes"], ["blockwise_pow2"] if "blockwise" in study["recipes"] else []
     by_kind = {
         "linear": [Cell("linear", way) for way in [*recipes, *pow2]],
-        "products": [
-            *(Cell("products", way) for way in recipes),
-            *(Cell("scaled_mm", scaling) for scaling in SCALINGS),
-            *(Cell("products", way) for way in pow2),
-        ],
+        "products": [Cell("products", way) for way in [*recipes, *pow2]],
         "layers": list(_layers(study)),
         "engine": [Cell("engine", way) for way in (BF16, "blockwise")],
         "mismatch": [Cell("mismatch", "emulated")],

@@ -3,17 +3,18 @@ weights."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from benchmarks.fp8_study.cells import Cell
-from benchmarks.fp8_study.measuring import seconds_of
+from benchmarks.fp8_study.measuring import synchronize
 from benchmarks.fp8_study.settings import rank_sizes
+from benchmarks.harness import seconds_in_turns
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kernels import profiled
 from tests.gpu.kit import Machine, NotHere
@@ -109,7 +110,9 @@ def _values(policy: Any, batch: Any, loss: Any) -> dict[str, Any]:
 
 def _speed(machine: Machine, policy: Any, batch: Any, loss: Any, repeats: int) -> dict[str, Any]:
     def timed(work: Any) -> float:
-        return statistics.median(seconds_of(work, machine.device) for _ in range(repeats))
+        wait = functools.partial(synchronize, machine.device)
+        seconds = seconds_in_turns({"work": work}, repeats, synchronize=wait)
+        return statistics.median(seconds["work"])
 
     def kernels(work: Any) -> dict[str, Any]:
         whole = profiled(machine, work)
@@ -159,12 +162,8 @@ def _rates(
     not the tokens'."""
     from openrlhf_ext.megatron.model.flops import forward_flops
 
-    settings = study["layers"]
-    whole = replace(
-        policy.shape, num_layers=settings["whole_layers"], vocab_size=settings["whole_vocabulary"]
-    )
     lengths, responses = batch.lengths_B.tolist(), int(batch.counts_B.sum())
-    mine, theirs = (forward_flops(shape, lengths, responses) for shape in (policy.shape, whole))
+    mine = forward_flops(policy.shape, lengths, responses)
     train, forward = found["forward_backward_seconds"], found["logprobs_seconds"]
     rates: dict[str, Any] = {
         "train_tokens_per_second": tokens / train,
@@ -172,8 +171,6 @@ def _rates(
         "step_tokens_per_second": tokens / found["step_seconds"],
         "train_tflops": mine.training / train / 1e12,
         "logprobs_tflops": mine.total / forward / 1e12,
-        "whole_train_tokens_per_second": mine.training / train / (theirs.training / tokens),
-        "whole_logprobs_tokens_per_second": mine.total / forward / (theirs.total / tokens),
     }
     for precision in ("bf16", "fp8"):
         if (peak := study[f"peak_{precision}_tflops"]) is not None:

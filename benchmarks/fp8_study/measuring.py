@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import seconds_in_turns
 from tests.gpu.kernels import profiled
 from tests.gpu.kit import Machine
 
@@ -17,32 +17,21 @@ _ROUNDS = 5
 _WARM_UP = 2
 
 
-def seconds_in_turns(
+def median_seconds(
     works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, float]:
-    """Median seconds of one call of each; they take turns, so that a change of clock or load hits
-    all.
+    """Median seconds of one call of each, in turns.
 
     On a GPU a timing covers ``repeats`` calls in a row, with what the host needs to start them.
     """
-    for work in works.values():
-        for _ in range(_WARM_UP):
-            work()
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(_ROUNDS):
-        for name, work in works.items():
-            times[name].append(seconds_of(work, device, repeats))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Seconds of one call, averaged over ``repeats`` in a row."""
-    synchronize(device)
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    synchronize(device)
-    return (time.perf_counter() - started) / repeats
+    seconds = seconds_in_turns(
+        works,
+        _ROUNDS,
+        warm_up=_WARM_UP,
+        calls=repeats,
+        synchronize=functools.partial(synchronize, device),
+    )
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def device_seconds(

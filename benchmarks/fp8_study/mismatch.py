@@ -405,52 +405,8 @@ def _layer_shape(model: PreTrainedModel) -> LayerShape:
     return shape
 
 
-# ---- the figure
-
-
-def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
-    """Mean |log-prob difference| of every pair, and of every layer if that was measured.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--figure needs matplotlib: pip install matplotlib, or leave --figure out"
-        ) from error
-    trainers, rollouts = (
-        list(dict.fromkeys(pair[side] for pair in mismatch.cells)) for side in (0, 1)
-    )
-    figure = Figure(figsize=(12 if mismatch.layers else 6.5, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2 if mismatch.layers else 1, squeeze=False)[0]
-    values = [[mismatch.cells[t, r]["mean_abs"] for r in rollouts] for t in trainers]
-    axes[0].imshow(values, cmap="Blues", aspect="auto", vmax=1.5 * max(map(max, values)) or 1.0)
-    for row, column in (
-        (row, column) for row in range(len(trainers)) for column in range(len(rollouts))
-    ):
-        axes[0].text(column, row, f"{values[row][column]:.2g}", ha="center", va="center")
-    axes[0].set_xticks(range(len(rollouts)), rollouts, rotation=20)
-    axes[0].set_yticks(range(len(trainers)), trainers)
-    axes[0].set(
-        xlabel="rollout", ylabel="trainer", title="mean |log-prob difference|, nats per token"
-    )
-    for precision, layers in mismatch.layers.items():
-        axes[1].plot(range(len(layers)), layers, marker="o", label=precision)
-    if mismatch.layers:
-        axes[1].set(
-            xlabel="the only decoder layer in FP8",
-            ylabel="nats per token",
-            title="against no FP8",
-            ylim=(0, None),
-        )
-        axes[1].locator_params(axis="x", integer=True)
-        axes[1].legend()
-    figure.suptitle(f"{title}, EMULATED, {mismatch.tokens} tokens")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(path)
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def table(mismatch: Mismatch) -> str:
@@ -489,8 +445,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(arguments.json).write_text(
                 json.dumps({"settings": vars(arguments)} | found.to_json(), indent=1) + "\n"
             )
-        if arguments.figure:
-            write_figure(found, Path(arguments.figure), Path(arguments.model).name)
     except (ValueError, OSError) as error:
         print(f"fp8_mismatch: {error}", file=sys.stderr)
         return 2
@@ -580,7 +534,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--json", metavar="OUT", help="write the result to this file")
-    add("--figure", metavar="OUT.png", help="draw the result into this file")
     return parser
 
 

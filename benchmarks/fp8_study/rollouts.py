@@ -7,29 +7,24 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.fp8_study.cells import BF16
-from tests.gpu.kit import Machine, Partly
+from tests.gpu.kit import Machine
 
 _GPU_SHARE = 0.5
 _ROUNDS = 2
 
 
 def measure(machine: Machine, way: str, study: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to start, of the first batch (kernels are compiled) and of the same one again, tokens
-    a second of prefill and of decoding, seconds of a reload from the disk (page cache), after sleep
-    where there is a GPU.
+    """Seconds to start, of the first batch (kernels are compiled), and of the same one again;
+    tokens a second of prefill and of decoding.
 
     Args:
         way: 'bf16' or 'blockwise', the only one that engines have.
-
-    Raises:
-        Partly: all but the reload was measured.
     """
     settings = study["engine"]
     prompt, new = settings["prompt_tokens"], settings["new_tokens"]
@@ -42,15 +37,11 @@ def measure(machine: Machine, way: str, study: dict[str, Any]) -> dict[str, Any]
         found["first_batch_seconds"] = _generated(llm, prompts, new)
         whole = min(_generated(llm, prompts, new) for _ in range(_ROUNDS))
         prefill = min(_generated(llm, prompts, 1) for _ in range(_ROUNDS))
-        found |= {
+        return found | {
             "again_seconds": whole,
             "prefill_tokens_per_second": len(prompts) * prompt / prefill,
             "decode_tokens_per_second": len(prompts) * (new - 1) / max(whole - prefill, 1e-9),
         }
-        try:
-            return found | _reload(machine, llm)
-        except Exception as error:  # whatever vLLM's worker raises: the speeds are there
-            raise Partly(f"no reload: {type(error).__name__}: {error}", found) from error
 
 
 def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int) -> Any:
@@ -68,7 +59,6 @@ def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int
     arguments |= {
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
-        "enable_sleep_mode": machine.on_gpu,
     }
     if way != BF16:
         from openrlhf_ext.rollout.quantized import with_quantized_layers
@@ -138,23 +128,3 @@ def _generated(llm: Any, prompts: list[dict[str, list[int]]], tokens: int) -> fl
     counts = {len(output.outputs[0].token_ids) for output in outputs}
     assert counts == {tokens}, f"{tokens} tokens were asked for, there are {counts}"
     return seconds
-
-
-def _reload(machine: Machine, llm: Any) -> dict[str, float]:
-    """Level 2 gives weights up: what they take to be read and quantized again, and what of the
-    device sleep frees."""
-    if not machine.on_gpu:
-        return {"reload_seconds": _seconds(lambda: llm.collective_rpc("reload_weights"))}
-    free = torch.cuda.mem_get_info()[0]
-    found = {"sleep_seconds": _seconds(lambda: llm.sleep(level=2))}
-    found["freed_bytes"] = torch.cuda.mem_get_info()[0] - free
-    found["wake_seconds"] = _seconds(lambda: llm.wake_up(tags=["weights"]))
-    found["reload_seconds"] = _seconds(lambda: llm.collective_rpc("reload_weights"))
-    llm.wake_up(tags=["kv_cache"])
-    return found
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

@@ -3,12 +3,11 @@
     bash examples/scripts/fp8_study.sh [--bundle DIR] [--minutes N] [--out DIR] [--render]
     [STUDY.yaml]
 
-In the folder of --out: study.json, written after every cell, study.md, and study.png where there is
-matplotlib. The same command goes on where the last one ended: cells that passed or need another
-machine stay, cells for which there was no time come next, cells that failed come last. --render
-makes Markdown and figure again from study.json, on any machine. Exit code 0: every cell passed or
-was skipped with its reason; 1: a cell failed, or none passed; 2: time was up, and the same command
-goes on.
+In the folder of --out: study.json, written after every cell, and study.md. The same command goes on
+where the last one ended: cells that passed or need another machine stay, cells for which there was
+no time come next, cells that failed come last. --render makes study.md again from study.json, on
+any machine. Exit code 0: every cell passed or was skipped with its reason; 1: a cell failed, or
+none passed; 2: time was up, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -97,8 +96,6 @@ def _measured(cell: Cell, study: dict[str, Any], machine: Machine) -> dict[str, 
         return runs.whole_step(machine, cell.way, study)
     from benchmarks.fp8_study import products
 
-    if cell.kind == "scaled_mm":
-        return products.scaled_mm(machine, cell.way, study["products"])
     return products.recipes(machine, RECIPES[cell.way], study["products"])
 
 
@@ -130,12 +127,12 @@ def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -
             f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {finding(row)}",
             flush=True,
         )
-    files = write_report(out, report)
+    page = write_report(out, report)
     counts = Counter(row["status"] for row in report["cells"].values())
     said = ", ".join(
         f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run")
     )
-    print(f"{said}; {', '.join(map(str, [out / JSON, *files]))}", flush=True)
+    print(f"{said}; {out / JSON}, {page}", flush=True)
     if counts["not run"]:
         print("the same command goes on where this one ended", flush=True)
     if counts["failed"]:
@@ -292,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SettingsError(
                 f"--render needs {out / JSON}, which a study without --render writes"
             )
-        print(*write_report(out, json.loads((out / JSON).read_text())), sep="\n")
+        print(write_report(out, json.loads((out / JSON).read_text())))
         return 0
     if not args.minutes > 0:
         raise SettingsError(f"--minutes must be above 0, got {args.minutes:g}")
@@ -319,7 +316,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="for this run")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fp8_study")
     parser.add_argument(
-        "--render", action="store_true", help="measure nothing: Markdown and figure from study.json"
+        "--render", action="store_true", help="measure nothing: study.md from study.json"
     )
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)

@@ -105,8 +105,6 @@ RULES: dict[str, Any] = {
         "micro_batches": COUNT,
         "many_micro_batches": COUNT,
         "repeats": COUNT,
-        "whole_layers": COUNT,
-        "whole_vocabulary": COUNT,
     },
     "engine": {
         "num_layers": COUNT,

@@ -8,8 +8,8 @@
 # tiny shapes with emulated FP8 in two minutes, and says so. The same command goes on where the last one ended.
 # PYTHON names the interpreter; otherwise it is the checkout's .venv, or a python3.
 #
-# Results: study.json, study.md and study.png in DIR (default: build/fp8_study in the checkout). --render makes the last
-# two again from study.json, on any machine. Options of a study: benchmarks/fp8_study/gpu.yaml.
+# Results: study.json and study.md in DIR (default: build/fp8_study in the checkout). --render makes the
+# page again from study.json, on any machine. Options of a study: benchmarks/fp8_study/gpu.yaml.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../../tests/gpu/environment.sh"

@@ -6,14 +6,12 @@ from __future__ import annotations
 import doctest
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import algorithm_tables
 from openrlhf_ext.algorithms import algorithm_names, describe_options, registry
-from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "docs" / name for name in ("algorithms.md", "methods.md")]
@@ -94,12 +92,6 @@ def test_every_method_says_what_it_costs(name: str) -> None:
     assert "Cost: " in section(name)
 
 
-def test_numbers_are_those_of_the_committed_records() -> None:
-    script = ROOT / "benchmarks" / "algorithm_tables.py"
-    run = subprocess.run(
-        [sys.executable, script, "--check", *DOCUMENTS],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert run.returncode == 0, run.stderr
+def test_costs_of_the_overview_are_those_of_the_committed_record() -> None:
+    page = algorithm_tables.OVERVIEW.read_text()
+    assert algorithm_tables.updated(page) == page, "python benchmarks/algorithm_tables.py"

@@ -33,7 +33,7 @@ def test_a_fault_is_looked_for_from_where_it_is():
 
 @pytest.mark.parametrize("name", ["full", "lora", "sft"])
 def test_trials_of_a_lab_have_seeds_of_their_own_and_faults_say_where_they_are_from(name):
-    trials = list(silent_faults.trials(name, 40, 1))
+    trials = list(silent_faults.trials(name, 40))
     assert len({seed for _, seed, _ in trials}) == len(trials)
     faults = [fault for *_, fault in trials if fault is not None]
     assert len({fault.name for fault in faults}) == len(faults) > 2

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks import plan as benchmark
 from benchmarks import record
-from benchmarks.plan import corrections, fit, formula
+from benchmarks.plan import fit
 from openrlhf_ext.cli import plan
 from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
@@ -444,42 +444,6 @@ def test_the_guides_commands_run(monkeypatch, capsys):
     commands = re.findall(r"^openrlhf-ext plan (.*)$", text, re.M)
     assert [plan.main(shlex.split(command)) for command in commands] == [0, 2]
     assert "the fewest H100 that would do:" in capsys.readouterr().err
-
-
-def test_megatrons_published_formula_and_what_it_lacks():
-    """Rows of the published estimate of Qwen2.5-32B: (TP, PP, DP) -> billions of parameters, GiB of
-    states."""
-    shape = read_model_shape(ROOT / "configs/models/qwen2.5-32b")
-    stated = {
-        (8, 1, 1): (4.095, 68.7),
-        (8, 1, 2): (4.095, 45.8),
-        (4, 4, 1): (2.145, 36.0),
-        (8, 2, 1): (2.048, 34.3),
-        (4, 4, 2): (2.145, 24.0),
-        (8, 2, 2): (2.048, 22.9),
-        (8, 4, 1): (1.073, 18.0),
-        (4, 2, 8): (4.095, 28.6),
-        (8, 2, 4): (2.048, 17.2),
-        (4, 8, 2): (1.170, 13.1),
-    }
-    for (tp, pp, dp), (shard, states) in stated.items():
-        row = formula(shape, tp, pp, dp, 4096)
-        assert (round(row["shard"], 3), round(row["states"], 1)) == (shard, states)
-    for tp, pp, gib in (
-        (8, 1, (6.5, 13.0, 26.0)),
-        (4, 2, (12.4, 24.8, 49.5)),
-        (8, 4, (6.2, 12.4, 24.8)),
-    ):
-        assert (
-            tuple(
-                round(formula(shape, tp, pp, 1, n)["activations"], 1) for n in (4096, 8192, 16384)
-            )
-            == gib
-        )
-    lacking = corrections(shape)
-    assert lacking["the formula's"] == 39.6 and lacking[
-        "layer, bytes per token and hidden entry"
-    ] == pytest.approx(45.2, rel=0.01)
 
 
 def test_published_steps_are_fitted_on_a_third_and_judged_by_the_rest(monkeypatch, capsys):

@@ -243,16 +243,14 @@ def _tiny_call() -> None:
 
 
 def benchmark(machine: Machine) -> dict[str, Any]:
-    """``benchmarks/head.py --part gpu`` at a hidden size of 5,120."""
-    machine.need_gpu("benchmarks/head.py --part gpu")
+    """``benchmarks/head_speed.py`` at a hidden size of 5,120."""
+    machine.need_gpu("benchmarks/head_speed.py")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "head.json"
         command = [
             sys.executable,
-            "benchmarks/head.py",
-            "--part",
-            "gpu",
-            "--gpu_hidden",
+            "benchmarks/head_speed.py",
+            "--hidden",
             "5120",
             "--repeats",
             "3",

@@ -22,8 +22,8 @@ from vllm.distributed.aux_output_connector import worker
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from benchmarks import engine_steps
-from benchmarks.engine_steps import Collector, Engine
+from tests.rollout import engine_steps
+from tests.rollout.engine_steps import Collector, Engine
 
 LAYERS, TOPK, AT_ONCE = 3, 2, 64
 

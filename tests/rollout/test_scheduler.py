@@ -13,10 +13,8 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from benchmarks import record
-from benchmarks.engine_side import RESULT, SCHEDULING
-from benchmarks.engine_steps import Collector, Engine, params_of
 from openrlhf_ext.rollout.scheduler import _Kept, _Step, ask_at_end, unpack
+from tests.rollout.engine_steps import Collector, Engine, params_of
 from tests.rollout.routed_engine import RoutedEngine, scenario
 
 LENGTHS = {"long": 40, "short": 7, "stepwise": 12, "silent": 9}
@@ -244,10 +242,3 @@ def test_rows_of_the_first_tokens_of_a_prompt_may_be_left_out(tmp_path: Path, wa
     (completion,) = engine.collectors["a"].output.outputs
     unpack(completion, params, 40, experts=True)
     assert np.array_equal(completion.routed_experts, engine.truth("a", 40)[17:])
-
-
-def test_all_but_vllms_scheduling_takes_at_most_4_microseconds_a_token() -> None:
-    """As measured (benchmarks/engine_side.py)."""
-    ways = record.load(RESULT.name)["microseconds"]
-    scheduling = sum(ways["none"][part] for part in SCHEDULING)
-    assert sum(ways["end"].values()) - scheduling <= 4 < sum(ways["step"].values()) - scheduling

@@ -25,7 +25,7 @@ from benchmarks.fp8_study import run as fp8_study
 from benchmarks.fp8_study.cells import Cell, cells_of
 from benchmarks.fp8_study.report import choices, write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
-from openrlhf_ext.fp8.quantize import Grid, Products
+from openrlhf_ext.fp8.quantize import Products
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, Partly
 from tests.patience import PATIENCE_S
@@ -115,9 +115,6 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(
     names = [
         "linear/current",
         "products/current",
-        "scaled_mm/blockwise",
-        "scaled_mm/rowwise",
-        "scaled_mm/tensorwise",
         "layers/bf16/32/tp2",
         "layers/current/32/tp2",
         "layers/current_mlp/32/tp2",
@@ -125,7 +122,7 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(
     ]
     assert code == 0 and list(study.statuses) == names, text
     others = {n for n, status in study.statuses.items() if status != "passed"}
-    assert others == {"scaled_mm/blockwise", *elsewhere}, text
+    assert others == {*elsewhere}, text
     cells = study.report["cells"]
     assert "not installed here: ray, vllm, openrlhf, transformers" in cells["run/engines"]["error"]
     plain, fp8, mlp = (
@@ -149,14 +146,12 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(
         "say nothing about the speed of a GPU",
         study.report["hardware"]["cpu"],
         "Relative error",
-        "torch._scaled_mm on a CPU",
+        "none on a CPU",
         "mean abs dlogp",
-        "H200 NVL",
         "An emulation recommends none",
         "| current | 32 | 2 | - |",
     ):
         assert said in page, said
-    assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(
         fp8_study, "_NEEDS", dict.fromkeys(("engine", "mismatch", "run"), ("no_such_package",))
     )
@@ -187,10 +182,8 @@ def test_time_that_is_up_ends_it_and_the_next_run_goes_on(study: Study) -> None:
     code, text = study.main(LINEAR, "--minutes", str(PATIENCE_S / 60))
     assert code == 0 and study.statuses == {"linear/current": "passed"}, text
     for row in study.report["cells"]["linear/current"]["measured"]["micro_batches"]:
-        assert (
-            row["emulation_against_peer"]["dw"] <= 1e-6
-            and 0.03 < row["emulation_against_exact"]["y"] < 0.045
-        )
+        assert row["emulation_against_peer"] is None
+        assert 0.03 < row["emulation_against_exact"]["y"] < 0.045
 
 
 def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Study) -> None:
@@ -499,12 +492,12 @@ def test_the_recipe_to_take_is_the_fastest_that_is_worth_it(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_an_fp8_engine_starts_generates_and_reloads(study: Study, monkeypatch) -> None:
+def test_an_fp8_engine_starts_and_generates(study: Study, monkeypatch) -> None:
     monkeypatch.setattr(fp8_study, "cells_of", lambda *_, **__: [Cell("engine", "blockwise")])
     code, text = study.main("kinds: [engine]\n", "--minutes", str(PATIENCE_S / 60))
     assert code == 0 and study.statuses == {"engine/blockwise": "passed"}, text
     engine_cell = study.report["cells"]["engine/blockwise"]["measured"]
-    assert engine_cell["decode_tokens_per_second"] > 0 and engine_cell["reload_seconds"] > 0
+    assert engine_cell["decode_tokens_per_second"] > 0
 
 
 def test_how_far_trainers_are_from_engines_by_what_the_policy_has_sampled() -> None:
@@ -527,7 +520,7 @@ def test_a_run_is_asked_for_what_its_name_says() -> None:
     assert "--fp8.recipe delayed --train.colocate_all true" in words and "emulate" not in words
 
 
-def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
+def test_the_page_of_a_gpu(tmp_path: Path) -> None:
     """Numbers that are made up: each has a place of its own on the page."""
     errors = {"y": 1e-4, "dx": 2e-4, "dw": 3e-4}
     linear_row = {
@@ -548,7 +541,6 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
         "bf16_tflops": 667,
         "ratio": 1.5,
     }
-    bare = {"name": "qkv", "ranks": 8, "product": "dgrad"}
     layers = {
         "recipe": "none",
         "loss": 10.0,
@@ -565,8 +557,6 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
         "logprobs_mfu_fp8": 0.2575,
         "step_allocated_bytes": 77 * 2**30,
         "step_reserved_bytes": 88 * 2**30,
-        "whole_train_tokens_per_second": 444,
-        "whole_logprobs_tokens_per_second": 1234,
     }
     layers |= kernels(6e-3, 12e-3, 2e-3) | {
         "logprobs_seconds": 7e-3,
@@ -586,25 +576,11 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     cells = {
         "linear/blockwise": {"peer": "te.Linear", "bound": 7e-3, "micro_batches": [linear_row]},
         "products/blockwise": {"what": "te.Linear", "rows": [product], "ratio_of_sums": 1.41},
-        "scaled_mm/rowwise": {
-            "rows": [
-                bare | {"error": "refused"},
-                bare
-                | {
-                    "seconds": 1e-3,
-                    "tflops": 900.0,
-                    "bf16_tflops": 600.0,
-                    "ratio": 1.53,
-                    "relative_error": 1e-3,
-                },
-            ]
-        },
         "layers/bf16/4096": layers,
         "layers/blockwise/4096": fp8,
         "engine/blockwise": {
             "start_seconds": 31.5,
             "first_batch_seconds": 12.25,
-            "reload_seconds": 1.5,
         },
         "mismatch/emulated": {
             "cells": [
@@ -647,27 +623,25 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
             }
         },
     }
-    assert write_report(tmp_path, report) == [tmp_path / "study.md", tmp_path / "study.png"]
+    assert write_report(tmp_path, report) == tmp_path / "study.md"
     page = (tmp_path / "study.md").read_text()
     for said in (
         "Measured on **GPU: NVIDIA H200**",
         "power.limit 700.00 W",
         "| blockwise | 1.41 | 1.40 |",
         "| 1.50 |",
-        "refused",
         "| 50.5% | 25.2% |",
         "| 77.0 | 88.0 |",
         "| +1.00e-03 |",
         "| +1.00e-02 | 2.50e-01 |",
-        "Extrapolated, not measured",
-        "| 444 | 1234 |",
+        "H200 NVL",
         "989.5 (BF16), 1979.0 (FP8)",
         "| 1 | 4096 | **blockwise** | blockwise: 1.50 on the device, 1.00 by the clock; the "
         "host cannot keep up with",
         "| blockwise | 4096 | 1 | - | 23.000 | 14.000 | 30% | 57% | 13% | products 75%, norms "
         "25% | 1.50 | 1.00 |",
         "Closest to FP8 engines, emulated: blockwise (kl/rollout 1.00e-03)",
-        "| blockwise | 31.5 | 12.25 | - |",
+        "| blockwise | 31.5 | 12.25 | - | - | - |",
         "| none | 9.5 | - | - | 4.5 | - | 7.00e-04 | 3.00e-02 |",
         "| layers/bf16/4096 | 7 | 1500 / 1777 / 1980 |",
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
@@ -733,46 +707,3 @@ def test_the_engines_products_are_timed_beside_bf16(stand_in, way: str) -> None:
     assert (row["inputs"], row["outputs"]) == (128, 256) and 0.02 < row["relative_to_bf16"] < 0.06
     assert row["ratio"] == pytest.approx(row["bf16_step_seconds"] / row["step_seconds"])
     assert row["tflops"] == pytest.approx(3 * 2 * 128 * 128 * 256 / row["step_seconds"] / 1e12)
-
-
-def test_a_product_that_is_wrong_or_refused_is_a_row_and_the_others_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
-    assert [row["product"] for row in found["rows"]] == ["forward", "dgrad", "wgrad"]
-    real = torch.nn.functional.scaled_mm
-
-    def sometimes_wrong(a: Tensor, *others: Any, **named: Any) -> Tensor:
-        return real(a, *others, **named) * (2 if a.shape == (256, 128) else 1)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", sometimes_wrong)
-    with pytest.raises(
-        Partly, match="1 of 3 products: qkv over 1 ranks, wgrad: relative error 1"
-    ) as caught:
-        products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
-    assert ["error" in row for row in caught.value.measured["rows"]] == [False, False, True]
-
-
-def test_scales_of_blocks_have_the_layout_that_torch_asks_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """ScaledBlas.cpp: (M, K / 128) with strides (1, M); tiles (K / 128 padded to 4, N / 128) with
-    strides (1, that)."""
-    seen: list[Any] = []
-
-    def product(
-        a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **_: Any
-    ) -> Tensor:
-        seen.append((b_kind.name, a_scale.shape, a_scale.stride(), b_scale.shape, b_scale.stride()))
-        return torch.zeros(a.shape[0], b.shape[1])
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
-    a, b = torch.randn(256, 640), torch.randn(384, 640)
-    for grid in (Grid.TILES, Grid.ROWS):
-        multiply, expected = products._blockwise(products.Factors(a, b, (Grid.ROWS, grid)))
-        assert multiply().shape == expected.shape == (256, 384)
-        assert ((expected - a @ b.t()).norm() / (a @ b.t()).norm()) < 0.05
-    assert seen == [
-        ("BlockWise128x128", (256, 5), (1, 256), (8, 3), (1, 8)),
-        ("BlockWise1x128", (256, 5), (1, 256), (384, 5), (1, 384)),
-    ]
