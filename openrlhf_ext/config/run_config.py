@@ -266,7 +266,7 @@ OpenRLHF that are refused are listed at the end.
         A mean over the tokens of a text of the model's own (``rollout.probe``). fp32 on both sides
         agrees to 1e-4. SmolLM2-135M in bf16 differs by 0.016 to 0.035 between three
         implementations, with FP8 on one side by 0.13 to 0.18; two exchanged layers make 0.47
-        (benchmarks/probe.py; docs/weight_sync.md).
+        (docs/weight_sync.md).
         """
         if self.weight_sync.probe_tolerance is not None:
             return self.weight_sync.probe_tolerance

@@ -442,7 +442,6 @@ def _drive(
     if sys.platform == "linux":
         # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no
         # other one gets: the process grows with the steps, though the memory in use does not
-        # (benchmarks/soak.py)
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
     code = 1

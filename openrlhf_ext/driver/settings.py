@@ -182,7 +182,7 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 
 def probe_tolerance(config: RunConfig) -> float:
     """That of the options; of a mixture of experts in bf16 by default more: its routers round too,
-    choose others, and then one token differs by more than a nat (benchmarks/replay.py). Its
+    choose others, and then one token differs by more than a nat. Its
     experts' checksums are of single experts."""
     given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
     if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
