@@ -1,5 +1,4 @@
-"""From graded groups to training shards, and to what is said of them: score, shape, cut; after the
-step, describe."""
+"""Turns graded groups into training shards, and into metrics after the step."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Experience:
-    """What a batch of graded groups became: a shard for each data-parallel rank. Completions of
-    ``shown`` groups are to be shown (0 = of all, None = of none)."""
+    """A scored and shaped batch of graded groups, with a shard for each data-parallel rank. The run
+    shows the completions of ``shown`` groups (0 = all, None = none)."""
 
     scored: Scored
     shaped: LossBatch
@@ -39,8 +38,8 @@ class Experience:
 
 @dataclass(frozen=True)
 class Described:
-    """What is said of a batch after its step: ``old`` is what the policy said of it before,
-    ``samples`` are as ``SampleWriter`` takes them."""
+    """Metrics and samples of a batch after its step. ``old``: the policy's log-probs and entropies
+    before the step; ``samples``: in the form that ``SampleWriter`` takes."""
 
     groups: Sequence[Group]
     batch: SequenceBatch
@@ -51,7 +50,7 @@ class Described:
 
 @dataclass
 class ExperienceMaker:
-    """Makes experience out of groups; these are shaped here, whole, and never on a shard."""
+    """Makes experience from groups. Shapes whole groups here, never on a shard."""
 
     scoring: Scoring
     algorithm: Algorithm
@@ -67,12 +66,13 @@ class ExperienceMaker:
     ) -> Experience:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard.
 
-        Old log-probs are of the weights ``version``. Raises ValueError: see ``Scoring.score``.
+        Old log-probs come from the weights ``version``. Raises ValueError as ``Scoring.score``
+        does.
         """
         started = time.perf_counter()
         scored = self.scoring.score(groups, self.batches, get)
         shaping = time.perf_counter()
-        if self.kl is not None:  # a copy, which keeps what the method keeps in itself
+        if self.kl is not None:  # a copy that keeps the method's own state
             self.algorithm = self.algorithm.with_kl_coef(self.kl.value)
         shaped = self.algorithm.shape(scored.rollout)
         if self.critic is not None:
@@ -87,7 +87,7 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def described(self, made: Experience, get: Get) -> Described:
-        """What the batch was like, after its step; the next KL coefficient follows from it."""
+        """Describes the batch after its step, and updates the KL coefficient for the next one."""
         started = time.perf_counter()
         scored, shaped = made.scored, made.shaped
         old = self.scoring.seen_logprobs(scored, get) if scored.old is None else scored.old
@@ -109,17 +109,17 @@ class ExperienceMaker:
         return Described(scored.groups, scored.batch, old, metrics, samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: how many batches were made, the KL coefficient, what the
-        method keeps."""
+        """Returns the state for a checkpoint: the number of batches made, the KL coefficient, and
+        the method's own state."""
         kl = self.kl.state_dict() if self.kl is not None else None
         return {"batches": self.batches, "kl": kl, "algorithm": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
+        """Restores a state from ``state_dict``."""
         self.batches = state["batches"]
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
-        if kept := state.get("algorithm"):  # earlier releases kept nothing
+        if kept := state.get("algorithm"):  # earlier releases saved no state
             self.algorithm.load_state_dict(kept)
         elif self.algorithm.state_dict():
             logger.warning(
@@ -130,9 +130,9 @@ class ExperienceMaker:
 def training_shards(
     shaped: LossBatch, chunks: Sequence[slice], deals: Sequence[Deal], seed: int = 0
 ) -> list[TrainingShard]:
-    """Each data-parallel rank's shard of every optimizer step. ``prepare`` gets the old log-probs
-    as those of the policy about to be updated, which they are in the first update of a rollout
-    batch; for later ones the ranks prepare again."""
+    """Returns each data-parallel rank's shard of every optimizer step. ``prepare`` receives the old
+    log-probs as those of the policy about to be updated, which holds for the first update of a
+    rollout batch; for later updates the ranks call ``prepare`` again."""
     shards = [TrainingShard([], seed) for _ in deals]
     for step, chunk in enumerate(chunks):
         mini_batch = shaped.mini_batch(chunk)  # a slice is not copied

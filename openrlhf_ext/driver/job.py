@@ -1,4 +1,4 @@
-"""The composition root of a training run: which class runs where, from top to bottom."""
+"""Composition root of a training run: starts every process and wires the parts together."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ from openrlhf_ext.run.records import StepRecorder
 
 logger = logging.getLogger(__name__)
 
-_DESCRIBE_S = 120.0  # ranks are asked, logs are read on other nodes (30 s each)
+_DESCRIBE_S = 120.0  # queries ranks and reads logs on other nodes (30 s each)
 
 
 def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
-    """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones.
-    Returns 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model
-    that was downloaded does not fit the options, or a file of the user's own cannot be used."""
+    """Runs one attempt to train until the prompts are used up; ``restart`` counts the earlier
+    attempts. Returns 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError
+    if a downloaded model does not fit the options or a user file cannot be used."""
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
     guard.expect(
@@ -121,7 +121,7 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
 
 
 def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
-    """Ray, the training, and the end of both; exit codes as those of ``run``."""
+    """Starts Ray, trains, and ends both; returns the exit codes of ``run``."""
     session = RaySession(
         policy_ranks=config.training_ranks,
         engines=config.engine_workers,
@@ -222,14 +222,14 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config, start)
             session.find_gpus(start.remaining)
-            # a transport that needs GPUs is refused before engines start
+            # reject a transport that needs GPUs before the engines start
             sync_settings(config, session.use_gpu, ())
             engines = start_engines(config, session.use_gpu, places, start)
             guide_engines = start_guide_engines(config, session.use_gpu, start)
             policy = start_policy(config, places)
             auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
-                # takes long: the others start meanwhile
+                # this import is slow: the processes start meanwhile
                 from openrlhf_ext.driver.data import load_data, open_tokenizer
             tokenizer = open_tokenizer(config)
             prompts, held_out = load_data(config, tokenizer)
@@ -291,14 +291,13 @@ def _say_what_is_built(config: RunConfig, prompts: int, steps: int) -> None:
 
 
 def build_loop(parts: Parts) -> TrainingLoop:
-    """The training loop with everything that it drives, at the place where the run begins or goes
-    on."""
+    """Builds the training loop and restores it from the checkpoint, if there is one."""
     from openrlhf_ext.compat import build_sinks
     from openrlhf_ext.driver.data import dataloader
 
     config = parts.config
     shape = read_model_shape(policy_path(config))
-    # the data loader takes its shuffle from the global generator
+    # the data loader shuffles with the global generator
     torch.manual_seed(config.train.seed)
     sharing = GpuSharing(config, parts.trained, parts.supervisor)
     loader = dataloader(parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
@@ -338,7 +337,8 @@ def build_loop(parts: Parts) -> TrainingLoop:
 
 
 def build_experience(parts: Parts, costs: RowCosts) -> ExperienceMaker:
-    """What makes experience out of groups; ``costs`` are of rows in the policy's model."""
+    """Builds the maker that turns groups into experience; ``costs`` are those of rows in the
+    policy's model."""
     config, kl = parts.config, parts.config.algo.kl
     source, why = old_logprobs(config)
     logger.info("old log-probs: of the %s (%s)", source, why)
@@ -368,14 +368,14 @@ def build_experience(parts: Parts, costs: RowCosts) -> ExperienceMaker:
 
 
 def callers(groups: Mapping[str, RankGroup]) -> dict[str, Call]:
-    """How their ranks are called, by name."""
+    """Returns a function for each group that calls its ranks, by the group's name."""
     return {name: partial(call_ranks, group, name) for name, group in groups.items()}
 
 
 def build_checkpointer(
     config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog
 ) -> Checkpointer:
-    """What saves the run; ``prompts``: their fingerprint."""
+    """Builds the run's checkpointer; ``prompts`` is the fingerprint of the prompts."""
     ckpt, timeout_s = config.ckpt, config.train.step_timeout_s
     best = (ckpt.best_metric_key, ckpt.keep_best)
     return Checkpointer(
@@ -384,7 +384,7 @@ def build_checkpointer(
 
 
 def build_recorder(parts: Parts) -> StepRecorder:
-    """What writes the run folder: metrics, events, completions, the figure."""
+    """Builds the recorder of the run folder: metrics, events, completions, the figure."""
     config = parts.config
     resume_step = parts.resumed.step if parts.resumed is not None else 0
 
@@ -397,7 +397,7 @@ def build_recorder(parts: Parts) -> StepRecorder:
     every, groups = config.logger.samples_every, config.logger.samples_groups
     return StepRecorder(
         config,
-        # fewer, and nobody knows how many
+        # with a time limit, the number of steps is unknown
         parts.steps if config.train.max_minutes is None else None,
         resume_step,
         parts.events,
@@ -408,7 +408,7 @@ def build_recorder(parts: Parts) -> StepRecorder:
 
 
 def begin_ledger(loop: TrainingLoop) -> None:
-    """Has the loop write down which prompts it trains; what the data is comes first."""
+    """Opens the ledger of the prompts that the loop trains; its first line describes the data."""
     data, path = loop.prompts, loop.config.logger.beside(LEDGER)
     digests = [*map(digest, data.prompts, data.labels)]
     loop.ledger = open_ledger(path, loop.step)
@@ -426,7 +426,7 @@ def begin_ledger(loop: TrainingLoop) -> None:
 
 
 def requests_of(parts: Parts) -> Requests:
-    """What asks the engines for groups; with a guide they come from two sets of engines."""
+    """Builds the requests to the engines; with a guide, to two sets of engines."""
     most = max_requests(parts.config, parts.session.use_gpu)
     policy = GroupRequests(parts.supervisor, most, routed=parts.config.replays_rollout)
     if parts.guide_supervisor is None:
@@ -435,12 +435,12 @@ def requests_of(parts: Parts) -> Requests:
 
 
 def set_initial_entropy(loop: TrainingLoop) -> None:
-    """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and
-    tells the algorithm."""
+    """Measures the initial entropy and passes it to the algorithm: gtpo_conflict filters by entropy
+    only if the policy started below ln 2."""
     from openrlhf_ext.driver.data import dataloader
 
     config = loop.config
-    entropy = loop.initial_entropy  # of the first part of a run that was resumed
+    entropy = loop.initial_entropy  # a resumed run keeps the value of its first part
     if entropy is None:
         first = dataloader(loop.prompts.first(initial_entropy_prompts(config)))
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
@@ -449,7 +449,7 @@ def set_initial_entropy(loop: TrainingLoop) -> None:
             entropy,
         )
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
-    said = set(build_algorithm(config).options.cautions())  # by load_config
+    said = set(build_algorithm(config).options.cautions())  # load_config has logged these
     loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
     for caution in loop.experience.algorithm.options.cautions():
         if caution not in said:
@@ -457,9 +457,9 @@ def set_initial_entropy(loop: TrainingLoop) -> None:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The configuration with folders as its models: a hub name is downloaded first, since every
-    rank reads files. Raises ConfigError: a model cannot be downloaded, or does not fit the
-    options."""
+    """Returns the configuration with local folders as its models. Downloads a model that has a hub
+    name, since every rank reads files. Raises ConfigError if a model cannot be downloaded or does
+    not fit the options."""
     given = config
     for section in (option.partition(".")[0] for option in config.model_options):
         options = getattr(config, section)

@@ -1,9 +1,8 @@
-"""The training loop, top to bottom: take finished groups, score, shape, train, publish, record,
-evaluate, save.
+"""The training loop: take finished groups, score, shape, train, publish, record, evaluate, save.
 
-It is one loop: synchronous training is the streaming one with ``train.max_staleness`` 0. Everything
-happens in this thread; while the policy is at work, the rollouts are looked after between two looks
-at the policy (``Rollouts.pump``).
+Synchronous and asynchronous training share this loop: ``train.max_staleness`` 0 makes it
+synchronous. Everything runs in this thread. While the policy works, the loop polls the policy and
+handles rollouts between polls (``Rollouts.pump``).
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Parts:
-    """What a run consists of before it trains: its processes, which wait for calls, and its data.
+    """The parts of a run before training starts: its processes, which wait for calls, and its data.
 
     ``trained``: the groups of ranks whose state a checkpoint holds, the policy's first;
-    ``resumed``: where an earlier part of the run ended.
+    ``resumed``: the checkpoint that this run continues from.
     """
 
     config: RunConfig
@@ -81,14 +80,14 @@ class Parts:
 
     @property
     def guard(self) -> Guard:
-        """What holds SIGTERM while a step changes the weights."""
+        """The guard that holds back SIGTERM while a step changes the weights."""
         return self.session.guard
 
 
 @dataclass(kw_only=True)
 class TrainingLoop(Parts):
-    """One run's training: ``step`` steps are done, the engines have the policy's weights
-    ``version``. ``sinks`` are OpenRLHF's loggers (W&B, TensorBoard)."""
+    """The training of one run. ``step`` counts the finished steps; the engines have the policy's
+    weights ``version``. ``sinks`` are OpenRLHF's loggers (W&B, TensorBoard)."""
 
     rollouts: Rollouts
     experience: ExperienceMaker
@@ -113,22 +112,22 @@ class TrainingLoop(Parts):
     _record: Mapping[str, float] = field(default_factory=dict, init=False)  # of the last step
     _no_gradient_said: bool = field(default=False, init=False)
     _evaluation: Evaluation | None = field(default=None, init=False)  # beside training
-    # after the last step that this process made
+    # state after the last step that this process finished
     _finished: tuple[dict[str, Any], list[Group]] | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an
-        evaluation before the first and after the last step."""
+        """Trains until the prompts are used up or ``train.max_minutes`` have passed. Evaluates
+        before the first step and after the last one."""
         self.begin()
         while not self._time_is_up and (groups := self.take()):
             with self.profiler.step(self.step + 1):
                 made = self.score_and_shape(groups)
                 self.guard.hold(self.config.ckpt.grace_s)
-                self._finished = None  # what the ranks hold is between two steps from here on
+                self._finished = None  # from here on the ranks' state is between two steps
                 trained = self.judge.accepted(partial(self.train, made.shards))
                 if trained is not None:
                     trained |= self.publish()
-                    described = self.describe(made)  # the engines sample already
+                    described = self.describe(made)  # the engines already sample again
             if trained is None:
                 self.go_back(groups, self.judge.why)
                 continue
@@ -139,12 +138,12 @@ class TrainingLoop(Parts):
         self.end()
 
     def begin(self) -> None:
-        """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
-        if self.step or self.config.ds.lora.path is not None:  # engines have read the base alone
+        """Sends the engines the weights of the checkpoint, or evaluates the untrained policy."""
+        if self.step or self.config.ds.lora.path is not None:  # engines loaded only the base model
             self.publish()
         if self.step:
             if self._evaluation_due and self.recorder.last_evaluation != self.step:
-                self.evaluate()  # SIGTERM came before it
+                self.evaluate()  # SIGTERM interrupted it
         else:
             self.version = self.supervisor.ask("weight_version")[0]
             self.evaluate()
@@ -157,7 +156,8 @@ class TrainingLoop(Parts):
         return minutes is not None and time.perf_counter() - self._began > 60 * minutes
 
     def take(self) -> list[Group]:
-        """The groups of the next step, oldest first; none when the prompts are used up."""
+        """Returns the groups of the next step, oldest first; an empty list when the prompts are
+        used up."""
         started = time.perf_counter()
         self.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
@@ -172,15 +172,15 @@ class TrainingLoop(Parts):
         return groups
 
     def score_and_shape(self, groups: Sequence[Group]) -> Experience:
-        """Old log-probs, values, rewards and reference log-probs; then advantages of whole groups,
-        and every rank's shard."""
+        """Computes old log-probs, values, rewards, and reference log-probs, then advantages of
+        whole groups and every rank's shard."""
         with self._limit(f"training step {self.step + 1}"):
             shown = self.recorder.samples.groups_due(self.step + 1)
             return self.experience.make(groups, self.version, self._get, shown=shown)
 
     def train(self, shards: list[TrainingShard]) -> dict[str, float]:
-        """Optimizer steps of policy and critic; all ranks of each return the same reduced
-        metrics."""
+        """Runs the optimizer steps of policy and critic. All ranks of each model return the same
+        reduced metrics."""
         started = time.perf_counter()
         with self._limit(f"training step {self.step + 1}"):
             if self.drift is not None:
@@ -189,11 +189,10 @@ class TrainingLoop(Parts):
             metrics: dict[str, float] = {}
             values = critic.start_fit(*self.progress.of_run) if critic is not None else []
             if self.config.ds.enable_sleep:
-                self._get(values)  # only one of the two has its states on the device at a time
+                self._get(values)  # only one of the two keeps its states on the device at a time
             if self.step >= frozen_steps(self.config):
                 taken = self.policy.ask_replicas("take_shard", shards)
-                # not after a wait for all: a rank that stands still is found by those that meet it
-                # in `fit`
+                # Do not wait here: the ranks that `fit` synchronizes with detect a rank that hangs.
                 metrics |= self._get([*taken, *self.policy.ask("fit", *self.progress.of_policy)])[
                     len(taken)
                 ]
@@ -204,7 +203,7 @@ class TrainingLoop(Parts):
         return metrics | {"time/train": time.perf_counter() - started}
 
     def go_back(self, groups: Sequence[Group], why: str) -> None:
-        """Goes on from the last checkpoint without the prompts of a step that was not accepted."""
+        """Rolls back to the last checkpoint and skips the prompts of the rejected step."""
         logger.error("step %d is not accepted: %s", self.events.step, why)
         self.rollouts.drain()
         self._finish_evaluation()
@@ -220,19 +219,19 @@ class TrainingLoop(Parts):
         self.ledger.keep(lambda line: step_of(line) <= self.step)
         self.repeats.read()
         self.publish()
-        self._engine_stats()  # these do not count as the next step's
+        self._engine_stats()  # discard them: they do not belong to the next step
         self._note_state()
         self._ended = time.perf_counter()
         self.guard.release()
 
     def describe(self, made: Experience) -> Described:
-        """What the batch of the step was like."""
+        """Returns metrics and samples of the step's batch."""
         with self._limit(f"log-probs of training step {self.step}"):
             return self.experience.described(made, self._get)
 
     def publish(self) -> dict[str, float]:
-        """Sends the weights to the engines and proves that they sample from them; measurements of
-        rank 0."""
+        """Sends the weights to the engines and checks that they sample from them; returns rank 0's
+        measurements."""
         started = time.perf_counter()
         if not self.config.partial_rollouts:
             self.rollouts.drain()
@@ -249,7 +248,7 @@ class TrainingLoop(Parts):
         return self.deadline.get(self.policy.ask("send_weights"))[0]
 
     def record(self, made: Described, measured: Mapping[str, float]) -> None:
-        """Measures what the step was like, and writes it down."""
+        """Collects the metrics of the step and writes them to the logs."""
         metrics = recounted({**made.metrics, **measured})
         metrics |= self._measured(made, metrics) | self.rollouts.gauges()
         now = time.perf_counter()
@@ -293,8 +292,8 @@ class TrainingLoop(Parts):
         self._ended = now
 
     def _measured(self, made: Described, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it
-        changed nothing."""
+        """Returns the gauges of the step that has just ended. With ``train.drift_check``, also
+        checks that the step changed nothing."""
         measured: dict[str, float] = {}
         if self.drift is not None:
             with self._limit(f"the drift check of step {self.step}"):
@@ -306,7 +305,8 @@ class TrainingLoop(Parts):
         return measured | self.gauges.collect(made.batch, metrics)
 
     def evaluate_and_save(self) -> None:
-        """What is due after the step; neither is part of a step's time."""
+        """Runs the evaluation and the checkpoint that are due after the step. Their time does not
+        count as step time."""
         evaluation = None
         if self._evaluation_due and self.config.eval.async_enable:
             self._start_evaluation()
@@ -328,7 +328,7 @@ class TrainingLoop(Parts):
         return self.state()
 
     def end(self) -> None:
-        """Completes what is being written; evaluates the last weights if that was not due."""
+        """Completes pending checkpoints and evaluates the last weights if no evaluation has yet."""
         self.events.step = self.step
         with self._limit("completing the last checkpoint"):
             self.checkpointer.finish()
@@ -343,9 +343,9 @@ class TrainingLoop(Parts):
             )
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as
-        ``ckpt.grace_s`` is long enough. Not of a step that is half done, and not after Ctrl-C: who
-        is there can say when it is time."""
+        """Saves a checkpoint of the last finished step after SIGTERM or SIGHUP, within
+        ``ckpt.grace_s``. Saves nothing if a step is half done, and nothing after Ctrl-C: an
+        interactive user can choose when to stop."""
         self.guard.ignore_signals()
         grace_s, number = self.config.ckpt.grace_s, self.guard.received
         if number in (None, signal.SIGINT) or not grace_s:
@@ -362,7 +362,7 @@ class TrainingLoop(Parts):
                 max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"
             ):
                 if self.config.engines_share_gpus:
-                    # they may be sampling, on the memory that the policy needs
+                    # the engines may still be sampling in memory that the policy needs
                     self.supervisor.end_engines()
                 self.checkpointer.save_before_the_end(
                     _with_groups(*self._finished), self.deadline.remaining
@@ -371,29 +371,30 @@ class TrainingLoop(Parts):
             logger.error("no checkpoint was saved after %s: %s", number.name, error)
 
     def _note_state(self) -> None:
-        """Keeps what a checkpoint of this step needs of the driver, for SIGTERM in the next one."""
+        """Keeps the driver's part of a checkpoint of this step, in case SIGTERM arrives in the next
+        one."""
         state, waiting = self._state()
         self._finished = copy.deepcopy(state), waiting
 
     def close_logs(self) -> None:
-        """Closes what the run's numbers go to, before its processes end."""
+        """Closes the run's logs before its processes end."""
         for log in (*self.sinks, self.recorder, self.ledger):
             try:
                 log.close()
-            # what the run ends by is more important, and has perhaps the same reason
+            # the reason the run ends is more important, and may have caused this error too
             except Exception as error:
                 logger.error("a log could not be closed: %s", error)
 
     # ---- evaluation
 
     def evaluate(self) -> dict[str, float] | None:
-        """Samples every held-out prompt; accuracy is the mean of the reward function's
-        ``scores``."""
+        """Samples every held-out prompt and returns the metrics; accuracy is the mean of the reward
+        function's ``scores``."""
         if not self.held_out:
             return None
         evaluation = self._begun_evaluation()
         answers = self.rollouts.sample_others(evaluation.all_requests, "evaluating")
-        self._engine_stats()  # these do not count as a step's rollouts
+        self._engine_stats()  # discard them: they do not belong to a step's rollouts
         return self._count(evaluation, answers)
 
     def _begun_evaluation(self) -> Evaluation:
@@ -401,14 +402,14 @@ class TrainingLoop(Parts):
         return Evaluation(self.step, self.version, self.supervisor.restarts, requests)
 
     def _start_evaluation(self) -> None:
-        """Has the engines evaluate the weights that they have now, while the next step is made."""
+        """Starts an evaluation of the engines' present weights, which runs beside the next step."""
         if self.held_out:
             self._evaluation = self._begun_evaluation()
             self.rollouts.ask_others(self._evaluation.all_requests)
 
     def _finish_evaluation(self) -> dict[str, float]:
-        """Waits for the evaluation beside training, before the engines get other weights. The time
-        that it takes is no part of the step's."""
+        """Waits for the evaluation beside training before the engines get new weights. This wait
+        does not count as step time."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is None:
             return {}
@@ -417,7 +418,7 @@ class TrainingLoop(Parts):
         answers = self.rollouts.await_others(
             evaluation.all_requests, doing, lambda: bool(self.guard.received)
         )
-        if answers is None:  # what is left of the step has ckpt.grace_s
+        if answers is None:  # the rest of the step must end within ckpt.grace_s
             logger.warning(
                 "the evaluation of step %d is given up: the run was told to end", evaluation.step
             )
@@ -430,7 +431,7 @@ class TrainingLoop(Parts):
                 f"the evaluation of step {evaluation.step} is of weights {evaluation.version}, "
                 f"and has tokens of {sorted(versions)}"
             )
-        else:  # an engine that takes the place of another one gets the policy's weights of now
+        else:  # a replacement engine loads the policy's present weights
             logger.error(
                 "the evaluation of step %d is left out: an engine was replaced meanwhile",
                 evaluation.step,
@@ -454,7 +455,7 @@ class TrainingLoop(Parts):
         return logs
 
     def _texts(self, responses: Sequence[Response]) -> list[str]:
-        """Of completions, from their first token on."""
+        """Returns the decoded text of each completion, without its prompt."""
         starts = [len(response.tokens_S) - response.written for response in responses]
         tokens = [
             response.tokens_S[start:].tolist()
@@ -463,8 +464,8 @@ class TrainingLoop(Parts):
         return self.tokenizer.batch_decode(tokens)
 
     def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
-        """Mean over completions of their mean token entropy, before training (``<H>_ini`` of
-        gtpo_conflict), nats."""
+        """Returns the mean over completions of their mean token entropy in nats, before training
+        (``<H>_ini`` of gtpo_conflict)."""
         samples, doing = self.config.rollout.n_samples_per_prompt, "measuring the initial entropy"
         groups = self.rollouts.sample(prompts, samples, self.rollouts.sampling, doing)
         self._engine_stats()
@@ -474,12 +475,13 @@ class TrainingLoop(Parts):
         return float(mean_entropies(entropies_N, batch.responses).mean())
 
     def _engine_stats(self) -> list[dict[str, Any]]:
-        """What the engines, those of a guide included, measured since the last call."""
+        """Returns the engines' statistics since the last call, those of a guide's engines
+        included."""
         results = [
             stats for supervisor in self._supervisors for stats in supervisor.ask("rollout_stats")
         ]
         for message in (m for result in results for m in result["reward_failures"]):
-            # the engine's own log is not on the user's terminal
+            # the engine's own log does not reach the user's terminal
             logger.error("grading failed: %s", message)
         return results
 
@@ -490,12 +492,12 @@ class TrainingLoop(Parts):
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a resumed run has to know: plain values, and the arrays of the groups that wait for
-        training."""
+        """Returns the driver's state for a checkpoint: plain values, and the arrays of the groups
+        that wait for training."""
         return _with_groups(*self._state())
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
-        """All but the groups that wait for training, and these."""
+        """Returns the state without the groups that wait for training, and these groups."""
         rollouts, waiting, in_flight = self.rollouts.snapshot()
         state = {
             "step": self.step,
@@ -515,10 +517,10 @@ class TrainingLoop(Parts):
         return state, waiting
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Goes on where :meth:`state` was taken, before ``run`` or in it; nothing is in flight."""
+        """Restores a state from :meth:`state`, before or during ``run``. Nothing is in flight."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
-        # algo.entropies was policy when the others were sampled
+        # algo.entropies may have been `policy` when the other groups were sampled
         if self.experience.scoring.engine_entropies:
             tells = [
                 all(each.entropies_T is not None for each in group.responses) for group in finished
@@ -536,15 +538,15 @@ class TrainingLoop(Parts):
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
         self._restore_progress(state)
-        self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases kept none
-        # one that ended beside the next step is in the record, and not in the checkpoint
+        self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases did not save it
+        # an evaluation that ended beside the next step is in the record but not in the checkpoint
         self.recorder.last_evaluation = max(self.recorder.last_evaluation, state["last_evaluation"])
         random.setstate(state["random_states"]["python"])
         np.random.set_state(state["random_states"]["numpy"])
         torch.set_rng_state(state["random_states"]["torch"])
 
     def _restore_progress(self, state: Mapping[str, Any]) -> None:
-        # earlier releases kept none: a batch was trained in each step
+        # earlier releases did not save it: each step trained one batch
         batch = self.config.rollout.batch_size
         earlier = {
             "used": self.step * batch,
@@ -558,12 +560,12 @@ class TrainingLoop(Parts):
         return self.deadline.limit(self.config.train.step_timeout_s, doing, "train.step_timeout_s")
 
     def _get(self, refs: list) -> list:
-        """Waits for ranks, and looks after the rollouts meanwhile."""
+        """Waits for ranks and handles rollouts meanwhile."""
         return self.deadline.get(refs, meanwhile=self.rollouts.pump)
 
 
 def _with_groups(state: dict[str, Any], waiting: list[Group]) -> State:
-    """What a checkpoint keeps: the groups as plain values and arrays. This fetches their experts,
-    where those are to be replayed."""
+    """Converts the groups to plain values and arrays for a checkpoint. Fetches their experts if the
+    run replays routing."""
     finished, arrays = plain_groups(waiting)
     return state | {"finished": finished}, arrays

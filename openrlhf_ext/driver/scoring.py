@@ -1,9 +1,8 @@
-"""From graded groups to a scored batch: which rank gets which rows, and what models say of their
-tokens.
+"""Scores graded groups: deals rows to ranks, and collects log-probs, values, and rewards.
 
-Rows of a rollout batch are dealt before anything is computed: each policy rank gets their tokens
-once and keeps them. Shape suffixes: B = completions, N = response tokens of all completions, n =
-those of one replica.
+The rows of a rollout batch are dealt before any computation: each policy rank receives the tokens
+of its rows once and keeps them. Shape suffixes: B = completions, N = response tokens of all
+completions, n = those of one replica.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from openrlhf_ext.megatron.step.dealing import (
 from openrlhf_ext.rollout.response import Response, graded
 
 Get = Callable[[list], list]
-"""Waits for Ray calls with the deadline of the phase: ``Deadline.get``."""
+"""Waits for Ray calls within the deadline of the phase: ``Deadline.get``."""
 
 # ---- scores
 
@@ -48,15 +47,15 @@ class PendingScores:
     group: RankGroup
 
     def result(self, get: Callable[[list], list]) -> Tensor:
-        """(N,) fp32 scores; waits for the ranks by ``get``."""
+        """Returns (N,) fp32 scores; waits for the ranks with ``get``."""
         return scores_in_order(self.batch, self.parts, self.group.of_replicas(get(self.refs)))
 
 
 def scores_in_order(
     batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]
 ) -> Tensor:
-    """(N,) fp32 scores of the response tokens, from each replica's scores of its rows, one row
-    behind the other."""
+    """Returns (N,) fp32 scores of the response tokens in the order of the batch. ``answers``: each
+    replica's scores of its rows, concatenated."""
     scores_N = np.empty(batch.responses.tokens, np.float32)
     for rows, answer_n in zip(parts, answers, strict=True):
         batch.responses.put(scores_N, answer_n, rows)
@@ -66,7 +65,7 @@ def scores_in_order(
 @dataclass(frozen=True)
 class Scorer:
     """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response
-    tokens; sequences are dealt by their cost in the group's model."""
+    tokens. Deals sequences by their cost in the group's model."""
 
     group: RankGroup
     method: str
@@ -80,11 +79,11 @@ class Scorer:
 
 
 def with_end(batch: SequenceBatch) -> SequenceBatch:
-    """The sequences with one more token each, as their only response token: the state before it is
-    that at the last token. Which token it is makes no difference, attention being causal. A reward
+    """Returns the sequences with one more token each as their only response token, so that the
+    state before it is that of the last token. Attention is causal, so any token will do. A reward
     model's score of a whole sequence is the value there, whatever the last token is, as in OpenRLHF
-    0.11.2 (``models/model.py``); transformers' pooling leaves out a last token that is the
-    padding's."""
+    0.11.2 (``models/model.py``); transformers' pooling leaves out a last token that is the padding
+    token."""
     ends = [int(length) for length in batch.lengths_B]
     whole = [np.append(tokens_S.numpy(), np.int32(0)) for tokens_S in batch.tokens_M.split(ends)]
     return sequence_batch(whole, [[(end, end + 1)] for end in ends])
@@ -95,12 +94,12 @@ def with_end(batch: SequenceBatch) -> SequenceBatch:
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch of graded groups, and what models say of it.
+    """A batch of graded groups with the models' scores.
 
-    ``chunks`` are the rows of each optimizer step, ``deals`` those of each data-parallel rank.
-    ``rollout`` is what the method shapes. ``old`` is what the policy says before the step, None
-    where the training pass computes it. ``source``: whose log-probs the loss compares with
-    (``config.estimator.old_logprobs``).
+    ``chunks``: the rows of each optimizer step; ``deals``: those of each data-parallel rank.
+    ``rollout``: the batch that the method shapes. ``old``: the policy's log-probs and entropies
+    before the step, None if the training pass computes them. ``source``: whose log-probs the loss
+    compares with (``config.estimator.old_logprobs``).
     """
 
     groups: Sequence[Group]
@@ -123,9 +122,9 @@ class Scored:
 class Scoring:
     """Scores batches of groups.
 
-    Sequences are dealt to the policy's ranks by their ``costs`` in its model. ``replays``: the
-    policy's ranks fetch the experts that the engines' routers took, and take them too; other models
-    choose their own. ``seed`` chooses mini-batches.
+    Deals sequences to the policy's ranks by their ``costs`` in its model. ``replays``: the policy's
+    ranks fetch the experts that the engines' routers chose, and use them; other models choose their
+    own. ``seed`` sets the order of mini-batches.
     """
 
     policy: RankGroup
@@ -145,8 +144,8 @@ class Scoring:
         """Scores the groups of a batch; ``number`` counts the batches before it.
 
         Raises:
-            ValueError: a group has not ``group_size`` completions, or a completion lacks its
-                reward, or what its engine should have said of it.
+                ValueError: a group does not have ``group_size`` completions, or a completion lacks
+                its reward, or log-probs or entropies that its engine should have returned.
         """
         groups = self.ordered(groups, number)
         samples = responses_of(groups, self.group_size)
@@ -179,28 +178,29 @@ class Scoring:
         )
 
     def ordered(self, groups: Sequence[Group], number: int) -> list[Group]:
-        """Groups sorted by prompt, so that the batch does not depend on which engine was faster,
-        then as they are cut into mini-batches."""
+        """Returns the groups sorted by prompt, so that the batch does not depend on engine speed,
+        then permuted into the order of mini-batches."""
         by_prompt = sorted(groups, key=lambda group: group.prompt.text)
         per_step = max(1, self.mini_batch_size // self.group_size)
         return [by_prompt[i] for i in mini_batch_order(len(groups), per_step, self.seed, number)]
 
     def dealt(self, batch: SequenceBatch) -> tuple[list[slice], list[Deal]]:
-        """The rows of each optimizer step, and of these those of each data-parallel rank."""
+        """Returns the rows of each optimizer step, and each data-parallel rank's share of them."""
         chunks = list(group_chunks(len(batch), self.group_size, self.mini_batch_size))
         return chunks, deal(batch, chunks, self.policy.layout.data_parallel_size, self.costs)
 
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
-        """(N,) log-probs and entropies under the policy as it is; its ranks keep their rows."""
+        """Returns (N,) log-probs and entropies under the present policy; its ranks keep their
+        rows."""
         return self._forward(batch, self.dealt(batch)[1], get)
 
     def seen_logprobs(self, scored: Scored, get: Get) -> LogprobEntropy:
-        """(N,) log-probs and entropies that the training pass of this batch has computed."""
+        """Returns (N,) log-probs and entropies that this batch's training pass computed."""
         return self._in_order(scored.batch, scored.deals, get(self.policy.ask("seen_logprobs")))
 
     def _start(self, batch: SequenceBatch) -> dict[str, PendingScores]:
-        """Starts what other models say of the tokens; on ranks of their own they work while the
-        policy does."""
+        """Starts the scores of the other models; models on their own ranks run beside the
+        policy."""
         pending = {}
         if self.reference is not None:
             pending["ref_logprobs"] = self.reference.start_scores(batch)
@@ -219,15 +219,15 @@ class Scoring:
     def _in_order(
         self, batch: SequenceBatch, deals: Sequence[Deal], answers: Sequence[Any]
     ) -> LogprobEntropy:
-        """What every replica says of its rows, in the order of the batch."""
+        """Returns every replica's scores of its rows, in the order of the batch."""
         parts = [own.rows for own in deals]
         each = zip(*self.policy.of_replicas(answers), strict=True)
         return LogprobEntropy(*(scores_in_order(batch, parts, scores) for scores in each))
 
 
 def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
-    """The completions of groups, in their order. Raises ValueError: a group has not ``group_size``
-    completions."""
+    """Returns the completions of the groups in order. Raises ValueError if a group does not have
+    ``group_size`` completions."""
     for group in groups:
         if len(group.responses) != group_size:
             raise ValueError(
@@ -238,8 +238,8 @@ def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
 
 
 def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
-    """The groups with the rewards that a reward model gives their completions, which are their
-    scores too, as those of a reward function that returns rewards only."""
+    """Returns the groups with a reward model's rewards. A reward is also the completion's score, as
+    with a reward function that returns only rewards."""
     rewards = iter(rewards_B.tolist())
 
     def of(response: Response) -> Response:
@@ -250,7 +250,7 @@ def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
 
 
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
-    """The completions as the policy sees them."""
+    """Returns the completions as token sequences for the policy."""
     return sequence_batch(
         [sample.tokens_S for sample in samples], [sample.actions for sample in samples]
     )
@@ -259,7 +259,7 @@ def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
 def rollout_batch(
     samples: Sequence[Response], batch: SequenceBatch, old: LogprobEntropy | None, group_size: int
 ) -> RolloutBatch:
-    """The algorithms' view of the batch."""
+    """Returns the batch in the form that the algorithms take."""
     return RolloutBatch(
         tokens=batch.targets_N,
         lengths=batch.counts_B,
@@ -275,7 +275,7 @@ def rollout_batch(
 
 
 def _of_engines(rollout: RolloutBatch) -> Tensor:
-    """(N,) log-probs that tokens were sampled with."""
+    """Returns (N,) log-probs under which the engines sampled the tokens."""
     if rollout.rollout_logprobs is None:
         raise ValueError(
             "algo.old_logprobs engine: a completion came without log-probs of its engine, as "
@@ -285,7 +285,7 @@ def _of_engines(rollout: RolloutBatch) -> Tensor:
 
 
 def _engine_entropies(samples: Sequence[Response]) -> Tensor:
-    """(N,) entropies of the distributions that the engines sampled from."""
+    """Returns (N,) entropies of the distributions that the engines sampled from."""
     told = [sample.entropies_T for sample in samples if sample.entropies_T is not None]
     if len(told) < len(samples):
         raise ValueError("algo.entropies engine: a completion came without entropies of its engine")
@@ -293,6 +293,6 @@ def _engine_entropies(samples: Sequence[Response]) -> Tensor:
 
 
 def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
-    """(N,) log-probs that the engines reported; None if one did not."""
+    """Returns (N,) log-probs that the engines reported; None if any completion lacks them."""
     reported = [sample.logprobs_T for sample in samples if sample.logprobs_T is not None]
     return torch.from_numpy(np.concatenate(reported)) if len(reported) == len(samples) else None
