@@ -1,5 +1,5 @@
-"""What is said of a batch after its step: metrics of its rewards, texts, and shaping, how far
-trainer and engines are apart, and the completions that are shown.
+"""Metrics of a batch after its step (rewards, texts, shaping, the mismatch between trainer and
+engines), and the completions to show.
 
 Shape suffixes: B = completions, N = response tokens of all completions, n = those of a block, Q =
 groups, G = completions of a group.
@@ -30,17 +30,17 @@ from openrlhf_ext.rewards.counting import accuracy
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.response import Response, graded
 
-DEFAULT_BAND = (0.5, 5.0)  # of the importance ratio: OpenRLHF's default for its correction
+DEFAULT_BAND = (0.5, 5.0)  # importance ratios; the default of OpenRLHF's correction
 
 
 def describe(
     scored: Scored, shaped: LossBatch, old: LogprobEntropy, algorithm: Algorithm, version: int
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch as the policy saw it before the step, and metrics under the names of
+    """Returns the batch as the policy saw it before the step, and metrics under the names of
     docs/metrics.md.
 
     Args:
-        old: what the policy, whose weights are ``version``, said before the step.
+        old: log-probs and entropies before the step, under the policy with weights ``version``.
     """
     rollout, of_method = _as_seen(scored, shaped, old, algorithm)
     samples = scored.samples
@@ -51,7 +51,7 @@ def describe(
         told_N = scored.rollout.entropies
         gap_N = (told_N - old.entropies_N).abs().double()
         metrics["mismatch/entropy_mean_abs"] = float(gap_N.mean())
-        rollout = dataclasses.replace(rollout, entropies=told_N)  # shown is what it was shaped by
+        rollout = dataclasses.replace(rollout, entropies=told_N)  # the ones used for shaping
     if rollout.ref_logprobs is not None:
         metrics["kl/reference"] = reference_kl(old.logprobs_N, rollout.ref_logprobs)
     metrics |= guide_agreement(rollout) | guide_gauges(samples)
@@ -73,8 +73,8 @@ def describe(
 def _as_seen(
     scored: Scored, shaped: LossBatch, old: LogprobEntropy, algorithm: Algorithm
 ) -> tuple[RolloutBatch, Mapping[str, Tensor]]:
-    """The batch with the policy's numbers, and the method's own metrics; where the training pass
-    told those numbers, the method measures what depends on them now."""
+    """Returns the batch with the policy's numbers, and the method's own metrics. If the training
+    pass computed these numbers, the method computes the metrics that depend on them now."""
     rollout = dataclasses.replace(
         scored.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N
     )
@@ -91,7 +91,7 @@ def _as_seen(
 def _expected_reference(
     first: LossBatch, logprobs_N: Tensor, algorithm: Algorithm
 ) -> dict[str, float]:
-    """The distance from the reference that ranks have to report of the first update."""
+    """Returns the reference KL that ranks should report for the first update."""
     mask_N = first.loss_mask
     if first.ref_logprobs is None or algorithm.penalty.estimator != "k3" or not mask_N.any():
         return {}
@@ -105,7 +105,7 @@ def _expected_reference(
 def batch_metrics(
     rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
-    """Means over the rollout batch, under the names of docs/metrics.md."""
+    """Returns means over the rollout batch under the names of docs/metrics.md."""
     rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
     metrics: dict[str, float | Tensor] = {
         "reward/mean": rewards.mean(),
@@ -127,7 +127,7 @@ def batch_metrics(
 
 
 def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
-    """Of two numbers of every token; 0 where one of them is the same everywhere."""
+    """Returns the correlation of two values per token; 0 if either value is constant."""
     sums = torch.zeros(5, dtype=torch.float64)
     for block in segments.blocks():
         x_n, y_n = one_N[block.tokens].double(), other_N[block.tokens].double()
@@ -138,14 +138,16 @@ def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
 
 
 def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float]:
-    """What Simoni et al. (arXiv 2508.03772) plot of conflicts between completions of a prompt.
+    """Returns gauges of conflicts between completions of a prompt (Simoni et al., arXiv
+    2508.03772).
 
-    ``conflict/mean`` (fig. 5b, whose unit the paper does not state): mean over completions of the
-    number of tokens in a conflict span, of ``gtpo_conflict`` alone. ``conflict/prefix_*`` (eq. 6),
-    of any method: completions of a prompt that begin with the same token share a prefix, whose
-    gradient carries the sum of A_i / |o_i| over them; the mean of these sums over prefixes that
-    positive and negative completions share, and the share of them where it is negative, so that
-    GRPO makes what its good completions begin with less likely. Missing if there is no such prefix.
+    ``conflict/mean`` (fig. 5b; the paper does not state its unit): mean over completions of the
+    number of tokens in a conflict span, for ``gtpo_conflict`` only. ``conflict/prefix_*`` (eq. 6),
+    for any method: completions of a prompt that begin with the same token share a prefix, whose
+    gradient carries the sum of A_i / |o_i| over them. The gauges are the mean of these sums over
+    prefixes that positive and negative completions share, and the fraction of these prefixes with a
+    negative sum, where GRPO makes the start of good completions less likely. Missing if there is no
+    such prefix.
     """
     metrics = {}
     masks = [
@@ -173,8 +175,8 @@ def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float
 
 
 def _group_relative(rollout: RolloutBatch) -> Tensor:
-    """(B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all are equal
-    (eq. 12)."""
+    """Returns (B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all
+    rewards are equal (eq. 12)."""
     _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
     zeros, rewards_B = torch.zeros(len(sizes_Q), dtype=torch.float64), rollout.rewards.double()
     centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
@@ -183,8 +185,8 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
 
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
-    """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``,
-    and how many samples were not graded."""
+    """Returns accuracy, mean score, the mean of every number that the reward function returned in
+    ``extra_logs``, and the number of ungraded samples."""
     names = sorted({name for sample in samples for name in sample.extra_logs} - {FAILED_KEY})
     logs = {
         f"reward_log/{name}": statistics.fmean(
@@ -200,8 +202,9 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
 def text_metrics(
     prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any, end_tokens: Collection[int]
 ) -> dict[str, float]:
-    """What ``samples``, as many of each prompt, were sampled from beside the tokens of the prompts,
-    and the share of those that were not cut and end in one of ``end_tokens``."""
+    """Returns metrics of prompt and completion texts: how many prompts the engines saw with other
+    tokens, and the share of uncut completions that end in one of ``end_tokens``. ``samples`` holds
+    equally many completions of each prompt."""
     each, changed = len(samples) // len(prompts), 0
     for prompt, response in zip(prompts, samples[::each], strict=True):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -222,8 +225,8 @@ def text_metrics(
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
-    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled
-    each token. Empty if any response does not tell."""
+    """Returns by how many weight updates the policy, now at ``version``, is ahead of the weights
+    that sampled each token. Empty if any response lacks its versions."""
     samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
@@ -247,11 +250,13 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
 def advantage_gauges(
     shaped: LossBatch, group_size: int, rewards: Sequence[float]
 ) -> dict[str, float]:
-    """Advantages of completions beside the rewards that they were graded with, in the order of the
-    batch, in which the ``group_size`` completions of a prompt lie together: the correlation of what
-    both differ by from the group's mean (missing where one of them does not differ), the size of
-    the mean advantage of a group, and how far the advantages of a group with unlike rewards are
-    from it."""
+    """Returns gauges that compare the advantages of completions with their rewards. The batch keeps
+    the ``group_size`` completions of a prompt together.
+
+    The gauges: the correlation of advantages and rewards, both centered on the group's mean
+    (missing if either does not vary), the absolute mean advantage of a group, and the RMS of the
+    centered advantages in groups with unequal rewards.
+    """
     segments = shaped.segments
     sums_B = torch.cat(
         [block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()]
@@ -272,9 +277,9 @@ def advantage_gauges(
 
 
 def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[str, float]:
-    """What ranks have to report of the first update with a mini-batch, the first rows of a batch,
-    before which the policy's log-probs of it are ``logprobs_N``. In blocks of rows: a batch may
-    have tens of millions of tokens."""
+    """Returns the values that ranks should report for the first update. ``mini_batch`` holds the
+    first rows of a batch, and ``logprobs_N`` the policy's log-probs of that batch before the
+    update. Works in blocks of rows: a batch may have tens of millions of tokens."""
     totals = {"expected/loss": 0.0, "expected/alignment": 0.0}
     for block in mini_batch.segments.blocks():
         share = mini_batch.select(block.rows)
@@ -287,8 +292,8 @@ def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[
 
 
 def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step, and in the place of what ranks report of their first update, and of
-    what was expected, how far both are apart."""
+    """Returns the metrics of a step, with the ranks' reports of their first update and the expected
+    values replaced by their differences."""
     kept = {
         name: value
         for name, value in metrics.items()
@@ -314,13 +319,12 @@ def mismatch_gauges(
     segments: Segments,
     band: tuple[float, float] = DEFAULT_BAND,
 ) -> dict[str, float]:
-    """How far the log-probs of the policy before the step are from those the engines sampled with.
+    """Returns how far the policy's log-probs before the step are from those of the engines.
 
     With d = policy - rollout and w = exp(d), both KL estimators have the right mean over tokens
     sampled from the engines and are never negative: k3 of KL(rollout || policy) is w - 1 - d, and
-    of KL(policy || rollout), where the sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w
-    d. Ratios outside of ``band`` are counted: what an importance correction with these thresholds
-    drops or clamps.
+    k3 of KL(policy || rollout), weighted by w, is w (1/w - 1 + d) = 1 - w + w d. Also counts the
+    ratios outside of ``band``: an importance correction with these thresholds drops or clamps them.
     """
     if not segments.tokens:
         return {}
@@ -348,8 +352,8 @@ def mismatch_gauges(
 
 
 def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
-    """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the
-    largest |d|; the logarithms of the sums of w and of its squares."""
+    """Returns (7,) values of a block's d: the sums of both KL terms, of |d|, and of ratios outside
+    the band; the largest |d|; the logarithms of the sums of w and of w squared."""
     if not len(d_n):
         return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     largest, (low, high) = d_n.max(), band
@@ -372,8 +376,8 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
 def policy_mismatch(
     rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
-    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ. Empty
-    if an engine reported no log-probs."""
+    """Returns ``mismatch_gauges`` of the policy's completions; those of a guide differ on purpose.
+    Empty if an engine reported no log-probs."""
     guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
     if engines_N is None:
         return {}
@@ -386,8 +390,8 @@ def policy_mismatch(
 
 
 def correction_band(algorithm: Algorithm) -> tuple[float, float]:
-    """The ratios that the algorithm's importance correction keeps, or the usual ones if it does not
-    go by ratios."""
+    """Returns the ratios that the algorithm's importance correction keeps, or the default band if
+    the correction does not gate tokens by ratio."""
     correction = algorithm.correction
     if correction is None or (correction.level, correction.gating) != ("token", "ratio"):
         return DEFAULT_BAND
@@ -395,8 +399,8 @@ def correction_band(algorithm: Algorithm) -> tuple[float, float]:
 
 
 def effective_sample_fraction(log_weights: Tensor) -> float:
-    """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2), 1 if all weights
-    are equal."""
+    """Returns effective sample size over number of samples: (sum w)^2 / (n sum w^2), 1 if all
+    weights are equal."""
     return _effective_fraction(
         log_weights.logsumexp(0), (2 * log_weights).logsumexp(0), len(log_weights)
     )
@@ -410,8 +414,8 @@ def _effective_fraction(log_sum: Tensor, log_sum_of_squares: Tensor, count: int)
 
 
 def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
-    """What the completions of the guide and those of the policy are like; nothing of a guide that
-    does not sample."""
+    """Returns gauges of the guide's and the policy's completions; empty if the guide does not
+    sample."""
     if not any(sample.from_guide for sample in samples):
         return {}
     gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
@@ -424,8 +428,8 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
 
 
 def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
-    """Whether the guide's ranks and its engines say the same of its completions; nothing where it
-    has none."""
+    """Returns the largest difference between the log-probs of the guide's ranks and engines on the
+    guide's completions; empty if there are none."""
     rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
     if rows is None or not bool(rows.any()) or ranks_N is None or engines_N is None:
         return {}
@@ -436,8 +440,8 @@ def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
 
 
 def value_metrics(shaped: LossBatch) -> dict[str, float]:
-    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only
-    if it is defined."""
+    """Returns means over completion tokens under the names of docs/metrics.md;
+    ``explained_variance`` only if it is defined."""
     values_N, returns_N = shaped["values"], shaped["returns"]
     means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
     metrics = {name: float(total) / len(values_N) for name, total in means.items()}
@@ -448,8 +452,8 @@ def value_metrics(shaped: LossBatch) -> dict[str, float]:
 
 
 def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
-    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy
-    sampled them."""
+    """Returns the mean over completion tokens of the k3 estimate of KL(policy || reference), nats.
+    The policy sampled the tokens."""
     blocks = zip(
         old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
     )
@@ -470,8 +474,8 @@ _SHOWN = {
 def shown_samples(
     groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch, most: int
 ) -> list[dict[str, Any]]:
-    """The completions of at most so many groups of the batch, those whose prompts were drawn first,
-    as ``SampleWriter`` takes them."""
+    """Returns the completions of at most ``most`` groups, the earliest-drawn prompts first, in the
+    form that ``SampleWriter`` takes."""
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
     chosen = chosen_groups(
         [sum(r.written for r in groups[position].responses) for position in order], most
@@ -511,15 +515,15 @@ def shown_samples(
 
 
 def _spread(values_n: Tensor, own_T: np.ndarray) -> list[Any]:
-    """The numbers of the tokens that the policy sampled, and 0 for those that an agent's
-    environment wrote."""
+    """Returns one number per token: ``values_n`` for tokens that the policy sampled, 0 for tokens
+    that an agent's environment wrote."""
     spread_T = values_n.new_zeros(len(own_T))
     spread_T[torch.from_numpy(own_T)] = values_n
     return spread_T.tolist()
 
 
 def _label(label: Any) -> dict[str, Any]:
-    """What grading got as the label, as text where JSON cannot hold it; nothing where the data have
+    """Returns the label that grading received, as text if JSON cannot hold it; empty if there is
     none."""
     if label is None or label == "":  # "": OpenRLHF's, without data.label_key
         return {}

@@ -1,12 +1,10 @@
-"""Groups of completions on their way to training: asked for, finished, filtered, queued, taken, or
-dropped.
+"""Groups of completions before training: requested, finished, filtered, queued, taken, or dropped.
 
-How far sampling may be ahead is one number, ``train.max_staleness`` N: the weight versions that a
-trained token may lag. A group that begins at version v has at most N batches before it, so it is
-trained at version v + N at the latest, unless it takes longer to sample than that: a straggler
-holds up nobody, its own group is late; or, if that is asked for (``train.late_groups wait``),
-batches are in the order of their prompts and wait. With N = 0 the engines are asked for one batch
-at a time and stand still while the policy trains.
+``train.max_staleness`` N limits how far sampling runs ahead: a trained token may lag by N weight
+versions. A group that begins at version v has at most N batches before it, so it is trained at
+version v + N at the latest, unless sampling it takes longer. Such a late group holds up no others;
+with ``train.late_groups wait``, batches keep the order of their prompts and wait for it. With N = 0
+the driver requests one batch at a time, and the engines idle while the policy trains.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Entry, digest
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-_TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
+_TRAINING, _OTHER = 0, 1  # the seeds of a prompt number differ by purpose
 
 Key = int | tuple[str, int]
-"""Of a group that is asked for: the prompt's number; with the purpose, if it is not one of
+"""Key of a requested group: the prompt's number, with the purpose if the group is not for
 training."""
 
 
@@ -59,9 +57,9 @@ class FilterExhaustedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was drawn, ``number`` others before it (held-out ones: its place in the file,
-    from 0); its text is sampled from, the reward function gets its label. ``source``: what its
-    record calls ``datasource``, of held-out prompts only."""
+    """A prompt from the data. ``number`` counts the prompts drawn before it; for a held-out prompt
+    it is the place in the file, from 0. The engines sample from ``text``; the reward function gets
+    ``label``. ``source``: the record's ``datasource``, for held-out prompts only."""
 
     number: int
     text: str
@@ -70,7 +68,7 @@ class Prompt:
 
     @property
     def entry(self) -> Entry:
-        """What the ledger calls it."""
+        """The prompt's entry in the ledger."""
         return self.number, digest(self.text, self.label)
 
 
@@ -84,7 +82,7 @@ class PromptStream:
         self._episode = self.drawn = 0
 
     def draw(self) -> Prompt | None:
-        """The next prompt; None when there are no more."""
+        """Returns the next prompt; None when there are no more."""
         while self._episode < self._episodes:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
@@ -97,18 +95,18 @@ class PromptStream:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data."""
+        """Returns the place in the data."""
         return {"episode": self._episode, "drawn": self.drawn, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a place."""
+        """Continues from a place in the data."""
         self._episode, self.drawn = state["episode"], state["drawn"]
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
 
 
 def all_prompts(loader: Iterable[Any], places: Sequence[int] | None = None) -> list[Prompt]:
-    """One pass over a loader; ``places``: the prompts' numbers, from 0 on if they are not told."""
+    """Returns one pass over a loader; ``places`` are the prompts' numbers, 0, 1, ... if None."""
     items = list(loader)
     numbers = range(len(items)) if places is None else places
     return [
@@ -129,19 +127,19 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the policy's weights that sampled any of its tokens; None if the responses do not
-        tell."""
+        """The oldest version of the policy's weights that sampled any of its tokens; None if the
+        responses lack versions."""
         of_policy = [response for response in self.responses if not response.from_guide]
         return min((version for r in of_policy for version, _, _ in r.versions), default=None)
 
     def is_late(self, version: int, max_staleness: int) -> bool:
-        """Whether a token lags ``version`` by more than ``max_staleness``."""
+        """Returns whether a token lags ``version`` by more than ``max_staleness``."""
         return self.oldest_version is not None and version - self.oldest_version > max_staleness
 
     @property
     def scores(self) -> list[float]:
-        """What dynamic sampling and evaluations go by, which a run whose rewards are a reward
-        model's does not have."""
+        """The scores that dynamic sampling and evaluations use; a run whose rewards come from a
+        reward model has none."""
         return [graded(response.score) for response in self.responses]
 
     @property
@@ -150,22 +148,21 @@ class Group:
 
 
 class GroupRequests:
-    """Groups that the engines are asked for: as many as they can batch, each from the engine with
-    the least to do.
+    """Requests groups from the engines: as many as they can batch, each from the least loaded
+    engine.
 
-    What is more waits here, so that questions and weight updates never wait behind prompts in an
-    engine's queue (an asynchronous Ray actor takes 1,000 calls at a time). A group comes whole from
-    one call of one engine, or it fails and the whole group is asked for again, so none is lost or
-    counted twice. With full determinism the seeds depend on the prompt and the weights only, and
-    the repeated call draws the same completions.
+    Further requests wait here, so that short calls and weight updates never wait behind prompts in
+    an engine's queue (an asynchronous Ray actor takes 1,000 calls at a time). One call of one
+    engine returns a whole group. If the call fails, the whole group is requested again, so no group
+    is lost or counted twice. With full determinism the seeds depend on the prompt and the weights
+    only, so the repeated call draws the same completions.
     """
 
     def __init__(
         self, supervisor: EngineSupervisor, max_requests: int, routed: bool = False
     ) -> None:
-        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an
-        idle one.
-        ``routed``: the engines tell experts, which stay where they are
+        """Requests at most ``max_requests`` completions from an engine at a time; a larger group
+        goes to an idle engine. ``routed``: the engines return experts, which stay where they are
         (``Response.experts_at``)."""
         self._supervisor, self._max_requests, self._routed = supervisor, max_requests, routed
         self._backlog: deque[tuple[Key, GroupRequest]] = deque()
@@ -176,30 +173,31 @@ class GroupRequests:
 
     @property
     def pending(self) -> list[Any]:
-        """The calls of which one will be answered next."""
+        """The outstanding calls."""
         return list(self._calls)
 
     @property
     def pause_s(self) -> float:
-        """The longest time between two calls of ``answers`` in which engines that hang are noticed
-        in time."""
+        """The longest time between two calls of ``answers`` that still detects hanging engines in
+        time."""
         return self._watch.pause_s
 
     def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
-        """Ask for a group, ``first``: in front of those that wait; ``key`` comes back with it."""
+        """Requests a group and returns at once; ``key`` comes back with it. ``first``: in front of
+        the waiting requests."""
         (self._backlog.appendleft if first else self._backlog.append)((key, request))
         self._deal()
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups that have come; after ``timeout_s`` seconds without any, or a look after the
-        engines, maybe none. Raises EngineLost; RayTaskError: a call failed for a reason that is not
-        the engine's."""
+        """Returns the groups that have come; may be empty after ``timeout_s`` seconds or after a
+        check of the engines. Raises EngineLost; RayTaskError if a call failed for a reason that is
+        not the engine's."""
         if not self._calls:
             return []
         ready, _ = ray.wait(
             list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s)
         )
-        if ready:  # and whatever else is there
+        if ready:  # and all other calls that are done
             ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
         answered = [answer for reference in ready if (answer := self._take(reference)) is not None]
         if time.monotonic() - self._looked > self._watch.pause_s:
@@ -219,7 +217,7 @@ class GroupRequests:
             self._load[index] += request.samples
 
     def _take(self, reference: Any) -> tuple[Key, list[Response]] | None:
-        """An answer; None if the group has to be asked for again."""
+        """Returns an answer, or None if the group must be requested again."""
         call, key, request = self._calls.pop(reference)
         self._load[call.index] -= request.samples
         try:
@@ -233,32 +231,32 @@ class GroupRequests:
             if not self._failed_with_sync(call, error):
                 if not is_engine_fault(error):
                     raise
-                # once, for all of its calls
+                # does nothing if another call of this engine has replaced it
                 self._supervisor.replace({call.index: call.engine}, error)
         self._backlog.appendleft((key, request))
         return None
 
     def _failed_with_sync(self, call: EngineCall, error: BaseException) -> bool:
-        """Whether the call failed because of a weight sync that failed on another engine, and was
-        repeated."""
+        """Returns whether the call failed because of a failed weight sync on another engine that
+        has been repeated since."""
         is_void = isinstance(error, RayTaskError) and isinstance(error.cause, InvalidWeights)
         return is_void and self._supervisor.changes != call.changes
 
     def _look(self) -> None:
-        """Replace what hangs; its calls then fail, and are repeated."""
+        """Replaces hanging engines; their calls then fail and are repeated."""
         self._looked = time.monotonic()
         if silent := self._watch.silent({call.index for call, _, _ in self._calls.values()}):
             self._supervisor.replace(silent, self._supervisor.silence(silent))
 
 
 class GuidedRequests:
-    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two
-    sets of engines. The policy's completions come first, ``Response.from_guide`` marks the guide's;
-    other requests go to the policy's engines whole."""
+    """Replaces ``GroupRequests`` in a run with a guide: splits a request with ``guide_samples``
+    between two sets of engines. The policy's completions come first; ``Response.from_guide`` marks
+    the guide's. Other requests go to the policy's engines whole."""
 
     def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:
         self._sources = (policy, guide)
-        # of groups: what has come, by number of the source
+        # the parts of each group that have come, by number of the source
         self._parts: dict[Key, dict[int, list[Response]]] = {}
 
     def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
@@ -275,7 +273,7 @@ class GuidedRequests:
             )
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups whose two parts have come, as ``GroupRequests.answers``."""
+        """Returns the groups whose two parts have come, as ``GroupRequests.answers`` does."""
         if pending := [call for source in self._sources for call in source.pending]:
             pause = min(source.pause_s for source in self._sources)
             ray.wait(pending, num_returns=1, timeout=min(timeout_s, pause))
@@ -299,15 +297,15 @@ class GuidedRequests:
 
 Requests = GroupRequests | GuidedRequests
 
-# ---- their way
+# ---- queue
 
 
 class Rollouts:
-    """Keeps the engines busy and hands out batches of groups; counts those ``dropped``, by reason,
-    since the start.
+    """Keeps the engines busy and hands out batches of groups. ``dropped`` counts dropped groups by
+    reason since the start.
 
-    Shared GPUs change hands in ``with_engines``, which takes what says at its end whether the
-    policy is trained next (``GpuSharing.generation``).
+    ``with_engines`` gives shared GPUs to the engines. Its argument is a function that says, at the
+    end, whether the policy trains next (``GpuSharing.generation``).
     """
 
     def __init__(
@@ -328,27 +326,27 @@ class Rollouts:
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
         self.dropped = {"filtered": 0, "late": 0, "unstarted": 0, "skipped": 0}
-        self._skip: set[int] = set()  # prompts that spoiled a step, by number
+        self._skip: set[int] = set()  # numbers of the prompts of rejected steps
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
         self._finished: list[Group] = []
-        # since the ledger's last line
+        # given up since the ledger's last line
         self._given_up: defaultdict[str, list[Entry]] = defaultdict(list)
-        self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
+        self._others: dict[tuple[str, int], list[Response]] = {}  # finished evaluation groups
         self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
         self._filtered_for_batch = self._unlike_for_batch = self._unstarted_for_batch = 0
         self._range_said = self._exhausted = False
-        self._last = -1  # the greatest number of a prompt that was trained
+        self._last = -1  # the largest number of a trained prompt
         self._taken: dict[str, float] = {}
 
     # ---- training
 
     def take(self, version: int) -> list[Group]:
-        """The next batch, oldest groups first, to be trained with the weights ``version``; smaller,
-        in the end empty, when the prompts are used up. Raises DeadlineExceeded;
-        FilterExhaustedError: dynamic sampling drops almost everything."""
+        """Returns the next batch, oldest groups first, to train with the weights ``version``;
+        smaller and finally empty when the prompts are used up. Raises DeadlineExceeded;
+        FilterExhaustedError if dynamic sampling drops almost everything."""
         self._batches_wanted = self._max_staleness + 1
         with (
             self._deadline.limit(
@@ -388,22 +386,21 @@ class Rollouts:
 
     @property
     def used_up(self) -> int:
-        """How many prompts are trained, with the batch last taken, or given up: of those up to the
-        last one that is trained, so that it does not depend on which engine was faster; all when
-        nothing is left."""
+        """The number of prompts that are trained, with the batch last taken, or given up. Counts
+        only prompts up to the last trained one, so that it does not depend on engine speed; all
+        prompts when nothing is left."""
         waiting = self._open
         if self._exhausted and not waiting:
             return self.prompts.drawn
         return self._last + 1 - sum(number < self._last for number in waiting)
 
     def pump(self) -> None:
-        """Collects what has finished and asks for more, without waiting: call it while the policy
-        is at work."""
+        """Collects finished groups and requests more, without waiting; call it while the policy
+        works."""
         self._collect(0.0)
 
     def drain(self) -> None:
-        """Waits until nothing is in flight, and asks for nothing meanwhile. Raises
-        DeadlineExceeded: with
+        """Waits until nothing is in flight, without new requests. Raises DeadlineExceeded after
         ``rollout.timeout_s``."""
         self._batches_wanted, doing = 0, "waiting for the groups in flight before the weight sync"
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
@@ -412,8 +409,8 @@ class Rollouts:
         self._batches_wanted = self._max_staleness
 
     def give_up(self, reason: str, prompts: Iterable[Prompt]) -> None:
-        """These are not trained on: ``dropped`` counts them, and the ledger's next line names them
-        by the reason, one of ``run.ledger.REASONS``."""
+        """Gives up these prompts: ``dropped`` counts them, and the next ledger line lists them
+        under the reason, one of ``run.ledger.REASONS``."""
         entries = [prompt.entry for prompt in prompts]
         self.dropped[reason] += len(entries)
         self._given_up[reason] += entries
@@ -427,12 +424,12 @@ class Rollouts:
         return len(self._finished) >= self._batch_size and not self._is_held_up()
 
     def _turn(self, group: Group) -> tuple[int, int]:
-        """Of finished groups the smaller one is trained first."""
+        """Returns the sort key of a finished group; groups with smaller keys train first."""
         oldest = 0 if self._config.train.late_groups == "wait" else group.oldest_version or 0
         return oldest, group.prompt.number
 
     def _is_held_up(self) -> bool:
-        """Whether a group is missing whose turn is before that of the batch's last one."""
+        """Returns whether a missing group comes before the last group of the batch."""
         if self._config.train.late_groups != "wait":
             return False
         last = sorted(group.prompt.number for group in self._finished)[self._batch_size - 1]
@@ -448,7 +445,7 @@ class Rollouts:
         self._fill()
 
     def _fill(self) -> None:
-        """Asks for as many groups as may be on their way."""
+        """Requests as many groups as may be in flight."""
         wanted = self._batches_wanted * self._batch_size
         while not self._exhausted and len(self._in_flight) + len(self._finished) < wanted:
             prompt = self._again.pop(0) if self._again else self.prompts.draw()
@@ -486,9 +483,9 @@ class Rollouts:
         )
 
     def _collect(self, timeout_s: float) -> int:
-        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError:
-        an engine's log-probs are not finite; here, before a checkpoint has them, which no run could
-        go on from."""
+        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError
+        if an engine's log-probs are not finite, before they reach a checkpoint that no run could
+        resume from."""
         tokens = 0
         for key, responses in self._requests.answers(timeout_s):
             for response in responses:
@@ -539,8 +536,8 @@ class Rollouts:
         return is_kept
 
     def _count_unstarted(self) -> None:
-        """A group with an episode in which the policy wrote nothing has no baseline: another prompt
-        takes its place."""
+        """Counts a group with an episode in which the policy wrote nothing. Such a group has no
+        baseline, so another prompt replaces it."""
         self._unstarted_for_batch += 1
         most = self._config.rollout.max_filter_batches * self._batch_size
         if self._unstarted_for_batch > most:
@@ -571,8 +568,8 @@ class Rollouts:
     def sample(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str
     ) -> list[Group]:
-        """Groups of prompts that are not trained on, by the policy, in their order; see
-        :meth:`sample_others`."""
+        """Samples groups of prompts with the policy, not for training; returns them in the prompts'
+        order. See :meth:`sample_others`."""
         requests = {
             (doing, prompt.number): self._request(prompt, samples, sampling, _OTHER)
             for prompt in prompts
@@ -583,20 +580,20 @@ class Rollouts:
     def sample_others(
         self, requests: Mapping[tuple[str, int], GroupRequest], doing: str
     ) -> dict[Any, list[Response]]:
-        """The answers to requests that are not for training, by the policy; training's go on beside
-        them. Raises
-        DeadlineExceeded: with ``rollout.timeout_s``."""
+        """Returns the policy's answers to requests that are not for training, while training
+        requests continue. Raises DeadlineExceeded after ``rollout.timeout_s``."""
         with (
             self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"),
             self._with_engines(lambda: False),
         ):
             self.ask_others(requests)
             answers = self.await_others(requests.keys(), doing)
-        assert answers is not None  # nobody gave it up
+        assert answers is not None  # never given up: give_up is always False
         return answers
 
     def ask_others(self, requests: Mapping[tuple[str, int], GroupRequest]) -> None:
-        """Asks for what is not for training, in front of all that still waits for an engine."""
+        """Requests groups that are not for training, in front of all requests that wait for an
+        engine."""
         self._awaited |= requests.keys()
         for key in reversed(list(requests)):
             self._requests.ask(key, requests[key], first=True)
@@ -607,8 +604,8 @@ class Rollouts:
         doing: str,
         give_up: Callable[[], bool] = lambda: False,
     ) -> dict[Any, list[Response]] | None:
-        """The answers to what was asked for; None if it was given up. Raises DeadlineExceeded: with
-        ``rollout.timeout_s``."""
+        """Returns the answers to the requests of ``ask_others``, or None if ``give_up`` returned
+        True. Raises DeadlineExceeded after ``rollout.timeout_s``."""
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
             started, have = time.monotonic(), 0
             while self._awaited:
@@ -621,7 +618,8 @@ class Rollouts:
     # ---- records and checkpoints
 
     def gauges(self) -> dict[str, float]:
-        """Groups in flight and queued, and gauges of the last batch taken."""
+        """Returns the numbers of groups in flight and queued, and gauges of the last batch
+        taken."""
         return {
             **self._taken,
             "groups/in_flight": float(len(self._in_flight)),
@@ -631,14 +629,15 @@ class Rollouts:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled
-        yet."""
+        """The place in the data for a ledger line: the number of prompts drawn, and the numbers of
+        those that no line has settled yet."""
         given_up = [number for entries in self._given_up.values() for number, _ in entries]
         return {"drawn": self.prompts.drawn, "waiting": sorted(self._open + given_up)}
 
     def account(self, ended: bool = False) -> dict[str, Any]:
-        """Of the ledger's next line: what was given up since the last one, by reason, and the place
-        behind it; if the run has ``ended``, where the others are and why it did."""
+        """Returns the ledger's next line: the prompts given up since the last line, by reason, and
+        the place in the data. If the run has ``ended``, also where the other prompts are and why it
+        ended."""
         given_up, self._given_up = self._given_up, defaultdict(list)
         if not ended:
             return {**given_up, **self.place}
@@ -655,8 +654,8 @@ class Rollouts:
         }
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
-        """The place in the data, counts, and what the ledger does not have yet; groups that are
-        finished and not taken; prompts in flight."""
+        """Returns the state with place, counts, and prompts given up since the last ledger line;
+        the finished groups that are not taken; and the prompts in flight."""
         given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
         place, skip = self.prompts.state_dict(), sorted(self._skip)
         counts = {"dropped": dict(self.dropped), "given_up": given_up, "last": self._last}
@@ -664,21 +663,21 @@ class Rollouts:
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def skip(self, numbers: Iterable[int]) -> None:
-        """Gives these prompts up: where they are drawn again, or restored, they are dropped."""
+        """Marks these prompts: they are dropped when they are drawn again or restored."""
         self._skip.update(numbers)
 
     def restore(
         self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]
     ) -> None:
-        """Goes on from a snapshot; what was in flight is asked for again, and so is what has no
-        experts, of a run that replayed none, where they are to be replayed."""
+        """Continues from a snapshot. Prompts in flight are requested again. So are finished groups
+        without experts if this run replays routing and the earlier one did not."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        # earlier releases had no ledger
+        # earlier releases saved no ledger entries
         self._given_up = defaultdict(list, state.get("given_up", {}))
-        self._skip.update(state.get("skip", ()))  # and skipped nothing
+        self._skip.update(state.get("skip", ()))  # nor skipped prompts
         self._finished, self._again, self._exhausted = [], list(in_flight), False
-        self._last = state.get("last", state["prompts"]["drawn"] - 1)  # earlier releases kept none
+        self._last = state.get("last", state["prompts"]["drawn"] - 1)  # not in earlier releases
         for group in finished:
             if group.prompt.number in self._skip:
                 self.give_up("skipped", [group.prompt])
@@ -698,16 +697,17 @@ _ARRAYS = {
     "logprobs": ("logprobs_T", np.float32),
     "entropies": ("entropies_T", np.float32),
 }
-"""Of a response: its attribute and type, by the name in a checkpoint."""
+"""A response's attribute and type, by the name in a checkpoint."""
 
 
 _EXPERTS = "experts"
-"""Name of the bytes of all experts, and where a response has their type and shape."""
+"""Name of the array with the bytes of all experts, and of a response's key for their type and
+shape."""
 
 
 def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Groups as plain values, and their arrays, one response behind the other; experts are fetched,
-    a group's at a time."""
+    """Returns groups as plain values, and their arrays, with the responses concatenated. Fetches
+    experts one group at a time."""
     parts: dict[str, list[np.ndarray]] = {
         name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()
     }
@@ -735,7 +735,7 @@ def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[st
 def groups_from_plain(
     plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]
 ) -> list[Group]:
-    """The reverse of :func:`plain_groups`; experts are where ranks fetch them."""
+    """Reverses :func:`plain_groups`; puts experts where ranks fetch them."""
     used = dict.fromkeys([*_ARRAYS, _EXPERTS], 0)
 
     def experts(kind: str, *shape: int) -> tuple[Any, int]:
@@ -747,7 +747,7 @@ def groups_from_plain(
         if (told := values.pop(_EXPERTS, None)) is not None:
             values["experts_at"] = experts(*told)
         for name, (attribute, _) in _ARRAYS.items():
-            count, start = values.pop(name, None), used[name]  # earlier releases had fewer
+            count, start = values.pop(name, None), used[name]  # earlier releases saved fewer arrays
             used[name] += count or 0
             values[attribute] = None if count is None else arrays[name][start : start + count]
         return Response(**values)
@@ -758,8 +758,8 @@ def groups_from_plain(
 
 
 def routed_by_engines(batch: SequenceBatch, samples: Sequence[Response]) -> SequenceBatch:
-    """The batch with references to the experts of every completion. Raises ValueError: a completion
-    has none."""
+    """Returns the batch with references to the experts of every completion. Raises ValueError if a
+    completion has none."""
     routed = [sample.experts_at for sample in samples if sample.experts_at is not None]
     if len(routed) < len(samples):
         raise ValueError(
