@@ -17,9 +17,9 @@ from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 
 class ValueTrainer:
-    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as
-    many optimizer steps as the policy's, on the same mini-batches; its data-parallel ranks are its
-    own. ``values`` scores tokens."""
+    """Computes values on a group of critic ranks, and trains it on the returns of a shaped batch:
+    as many optimizer steps as the policy, on the same mini-batches, dealt to its own data-parallel
+    ranks. ``values`` scores tokens."""
 
     def __init__(
         self, group: RankGroup, group_size: int, mini_batch_size: int, costs: RowCosts = TOKENS
@@ -30,16 +30,16 @@ class ValueTrainer:
         self._shards: list[list[CriticMiniBatch]] | None = None
 
     def take(self, batch: SequenceBatch, shaped: LossBatch) -> None:
-        """Keeps what the next ``start_fit`` trains on."""
+        """Keeps the batch for the next ``start_fit``."""
         replicas = self.group.layout.data_parallel_size
         self._shards = value_shards(
             batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs
         )
 
     def start_fit(self, before: Fraction, after: Fraction) -> list[Any]:
-        """Starts the optimizer steps of the batch last taken, which take the run from one share to
-        another; every rank's result is the same metrics. Raises RuntimeError: no batch was taken
-        since the last call."""
+        """Starts the optimizer steps of the batch last taken, which take the run from share
+        ``before`` to share ``after``; every rank returns the same metrics. Raises RuntimeError if
+        no batch was taken since the last call."""
         if self._shards is None:
             raise RuntimeError(
                 "the critic has no batch to train on: take() comes before start_fit()"
@@ -56,7 +56,7 @@ def value_shards(
     replicas: int,
     costs: RowCosts = TOKENS,
 ) -> list[list[CriticMiniBatch]]:
-    """For each data-parallel rank of the critic, its part of every optimizer step."""
+    """Returns each critic data-parallel rank's part of every optimizer step."""
     values_N, returns_N = (shaped[name].float() for name in ("values", "returns"))
     whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
     chunks = list(group_chunks(len(batch), group_size, mini_batch_size))

@@ -23,10 +23,10 @@ class DriftCheck:
     """The self-test of ``train.drift_check``: with a learning rate of 0, a step of the whole system
     must change nothing.
 
-    It runs the real loop. Then weights and master weights have to be the same bits, the policy's
-    log-probs of the batch the same numbers to ``tolerance`` nats (`relative_difference`), and the
-    engines' close to them (``mismatch_tolerance``, on average). What moves points at a fault (a
-    wrong reduction, an update of something frozen, stale weights, a lossy sync, a cache that
+    It runs the real loop. Afterwards weights and master weights must be bitwise equal, the policy's
+    log-probs of the batch equal within ``tolerance`` nats (`relative_difference`), and the engines'
+    log-probs close to them (``mismatch_tolerance``, on average). A change points at a fault (a
+    wrong reduction, an update of a frozen weight, stale weights, a lossy sync, a cache that
     outlived its weights) that ordinary training would hide.
     """
 
@@ -38,15 +38,15 @@ class DriftCheck:
     _before: list[str] = field(default_factory=list)
 
     def before_training(self) -> None:
-        """Remembers the weights."""
+        """Stores digests of the weights."""
         self._before = self._digests()
 
     def after_training(
         self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None
     ) -> dict[str, float]:
-        """What moved between the policy's log-probs ``old`` and ``new`` of the batch, as metrics;
-        ``mean_mismatch`` is None if the engines report none. Raises DriftError, which lists what
-        moved and on which ranks."""
+        """Returns the difference between the policy's log-probs ``old`` and ``new`` of the batch,
+        as a metric. ``mean_mismatch`` is None if the engines report no log-probs. Raises
+        DriftError, which lists the changes and their ranks."""
         self.steps += 1
         moved = relative_difference(old.logprobs_N, new.logprobs_N).mean
         problems = [
@@ -70,7 +70,7 @@ class DriftCheck:
 
 
 def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """A line that names the ranks whose weights are no longer the same bits."""
+    """Returns a line that names the ranks whose weights changed."""
     ranks = [
         rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one != other
     ]
@@ -80,8 +80,8 @@ def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
 def logprob_problems(
     moved: float, tolerance: float, mean_mismatch: float | None, mismatch_tolerance: float
 ) -> list[str]:
-    """Lines on log-probs that moved, or on engines that do not sample from the policy; NaN counts
-    as moved."""
+    """Returns lines on log-probs that moved, or on engines that do not sample from the policy; NaN
+    counts as moved."""
     problems = []
     if not moved <= tolerance:
         problems.append(

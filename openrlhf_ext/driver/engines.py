@@ -1,11 +1,12 @@
-"""Engines that died or hang are replaced; the new one gets the present weights, and the prompts are
+"""Replaces engines that die or hang; a new engine gets the present weights, and the prompts are
 sampled again.
 
-The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a
-weight sync names it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does
-not start. Errors of the user's reward function or of a policy rank end the run. While
-``vllm.min_engines`` others are left, nobody waits for the new one, and a weight sync takes it in.
-Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
+An engine is at fault if its actor died, the vLLM engine inside died, a request outlived its
+deadline, a weight sync names it, it does not answer for ``vllm.hang_timeout_s``, or it is new and
+does not start. Errors of the user's reward function or of a policy rank end the run. While
+``vllm.min_engines`` others are left, the run does not wait for the new engine, which joins in a
+weight sync. Everything here runs in the driver's one thread: weight syncs and replacements never
+overlap.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _ASK_AGAIN_S = 1.0
-_START_AGAIN_S = 60.0  # after the last start of an engine that nobody waits for
+_START_AGAIN_S = 60.0  # between two starts of an engine that the run does not wait for
 
 
 class EngineHangs(RuntimeError):
@@ -52,26 +53,26 @@ class EngineLost(RuntimeError):
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Whether an error of a call to an engine means that the engine has to be replaced."""
+    """Returns whether an error of a call to an engine means that the engine must be replaced."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineDied | GenerationTimeout | RayActorError)
-    # an answer was on the engine's node, and is lost with it
+    # the answer was stored on the engine's node and is lost with it
     return isinstance(
         error, RayActorError | ObjectLostError | EngineDied | GenerationTimeout | EngineHangs
     )
 
 
 def engines_at_fault(error: BaseException) -> tuple[int, ...]:
-    """Positions of the engines that an error of the policy's ranks, or of starting engines,
-    blames."""
+    """Returns the positions of the engines that an error of the policy's ranks, or of starting
+    engines, blames."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause.engines if isinstance(cause, EnginesAtFault | EngineStartError) else ()
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time.
-    ``others``: of what it returns besides the answer."""
+    """A method call on an engine, with ``EngineSupervisor.changes`` at that time. ``others``:
+    references of the values that the method returns besides the answer."""
 
     index: int
     engine: Any
@@ -81,9 +82,9 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines; counts these ``restarts``, and ``changes``: weight syncs and replacements
-    that were waited for, of which ``max_restarts`` are allowed. Engines keep their positions;
-    ``there`` are those that work."""
+    """Replaces engines. ``restarts`` counts replaced engines; ``changes`` counts weight syncs and
+    the replacements that the run waited for. At most ``max_restarts`` restarts are allowed, without
+    engines that joined later. Engines keep their positions; ``there`` holds the working ones."""
 
     def __init__(
         self,
@@ -97,11 +98,10 @@ class EngineSupervisor:
     ) -> None:
         """Args:
         engines: the run's engines, ready; replaced in place.
-        policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the
-        disk.
-        remember: told the name and ``process_info`` of every new engine.
-        deadline: of the driver's phases; it starts anew when engines were replaced, which has its
-        own.
+        policy: actor group whose ranks have ``replace_engines``; None: the engines keep the weights
+        from disk.
+        remember: called with the name and ``process_info`` of every new engine.
+        deadline: of the driver's phases; restarts after a replacement, which has its own deadline.
         """
         self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
@@ -111,28 +111,27 @@ class EngineSupervisor:
         fewest = None if policy is None else config.vllm.min_engines
         self._fewest = len(engines) if fewest is None else fewest
         self._present, self._ranks_know, self._joined = list(range(len(engines))), True, 0
-        # of new engines that nobody waits for, by position: what they were asked, and when they
-        # were started
+        # new engines that the run does not wait for, by position: the reference of their first
+        # call, and when they were started
         self._starts: dict[int, tuple[Any, float]] = {}
         self._note_processes(self.there)
 
     @property
     def there(self) -> dict[int, Any]:
-        """The engines that work by their positions, in the order in which the policy's ranks count
-        them."""
+        """The working engines by position, in the order in which the policy's ranks count them."""
         return {index: self.engines[index] for index in self._present}
 
-    # ---- asking
+    # ---- calls
 
     def ask(self, method: str) -> list[Any]:
-        """Call a method that answers quickly on every engine that works; one that dies or hangs is
-        replaced, and asked anew, or left out. Raises EngineLost: and no restart is left."""
+        """Calls a method that answers quickly on every working engine. An engine that dies or hangs
+        is replaced and called again, or left out. Raises EngineLost if no restart is left."""
         asked = [self.call(index, method) for index in self.there]
         return [answer for call in asked for answer in self._answers(call, method)]
 
     def call(self, index: int, method: str, *arguments: Any, others: int = 0) -> EngineCall:
-        """``others``: how many values the method returns besides its answer, for whoever has their
-        references."""
+        """Calls a method of an engine. ``others``: how many values the method returns besides its
+        answer; the call keeps only their references."""
         engine = self.engines[index]
         if not others:
             return EngineCall(
@@ -144,7 +143,7 @@ class EngineSupervisor:
         return EngineCall(index, engine, reference, self.changes, tuple(more))
 
     def _answers(self, call: EngineCall, method: str) -> list[Any]:
-        """One, or none of an engine that is lost."""
+        """Returns one answer, or none if the engine is lost."""
         while call.index in self.there:
             try:
                 return [ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)]
@@ -157,8 +156,8 @@ class EngineSupervisor:
         return []
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
-        """The fault of engines that do not answer, with the lines of the user's code that one of
-        them is in."""
+        """Returns the error of engines that do not answer, with the lines of user code that block
+        one of them."""
         silent = sorted(indexes)
         frames = (
             users_frames(ask_about(self._infos[index], ray_frames))
@@ -177,15 +176,15 @@ class EngineSupervisor:
         )
 
     def end_engines(self) -> None:
-        """Ends all engines for good: nothing will be sampled any more."""
+        """Ends all engines for good."""
         for index in range(len(self.engines)):
             self._end(index)
 
     # ---- weight sync
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
-        """Run a weight sync, to new engines too; as long as it blames engines, replace these and
-        run it again."""
+        """Runs a weight sync, which includes new engines. While it blames engines, replaces these
+        and runs it again."""
         while True:
             self._take_in()
             handles = list(self.there.items())
@@ -198,7 +197,7 @@ class EngineSupervisor:
                 faulty = engines_at_fault(error)
                 if not faulty:
                     raise
-                # without weights: the sync that is repeated brings them
+                # without weights: the repeated sync brings them
                 self.replace(dict(handles[place] for place in faulty), error, with_weights=False)
             finally:
                 self.changes += 1
@@ -208,10 +207,9 @@ class EngineSupervisor:
     def replace(
         self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True
     ) -> None:
-        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been
-        done. Raises
-        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault``
-        itself is raised. Those that the run can do without are not waited for."""
+        """Replaces the engines in ``faulty`` (position -> handle), unless that has been done. Does
+        not wait for engines that the run can do without. Raises EngineLost, caused by ``fault``, if
+        no restart is left; with ``max_restarts`` 0 raises ``fault`` itself."""
         lost = sorted(index for index, handle in faulty.items() if self.there.get(index) is handle)
         spare = len(self._present) - self._fewest
         indexes = to_start = lost[spare:]
@@ -219,7 +217,7 @@ class EngineSupervisor:
             self._do_without(index, fault)
         if not to_start:
             return
-        # the processes end, new ones start, and the policy may be in the middle of a step
+        # the old processes end, new ones start, and the policy may be in the middle of a step
         seconds = (
             _END_S * len(indexes)
             + self.config.vllm.start_timeout_s
@@ -270,21 +268,21 @@ class EngineSupervisor:
         )
 
     def _end(self, index: int) -> None:
-        """Kill the actor and, on this host, its processes: one that hangs does not listen to
+        """Kills the actor and, on this host, its processes: a hanging process does not listen to
         Ray."""
         ray.kill(self.engines[index])
-        victims = self._processes.pop(index, [])  # none are known of one that did not start
+        victims = self._processes.pop(index, [])  # empty if the engine did not start
         for process in list(victims):
             with suppress(psutil.NoSuchProcess):
                 victims += process.children(recursive=True)
         for process in victims:
-            # also if the pid belongs to another process by now
+            # also covers a pid that belongs to another process by now
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(victims, timeout=_END_S)
 
     def _bring_up(self, indexes: Sequence[int], with_weights: bool) -> None:
-        # not at the top: it imports OpenRLHF
+        # not at the top of the file: it imports OpenRLHF
         from openrlhf_ext.rollout.launch import wait_until_ready
 
         start = time.monotonic()
@@ -297,7 +295,7 @@ class EngineSupervisor:
         )
 
     def _tell_ranks(self, fresh: Sequence[int] = ()) -> None:
-        """Which engines there are, to the policy's ranks; the ``fresh`` ones get the present
+        """Sends the policy's ranks the list of engines; the ``fresh`` ones get the present
         weights."""
         if self._policy is not None:
             told = {
@@ -311,7 +309,7 @@ class EngineSupervisor:
         self._ranks_know = True
 
     def _note_processes(self, engines: dict[int, Any]) -> None:
-        """Find out which processes the engines are; those of other machines are left to Ray."""
+        """Looks up the engines' processes; leaves those on other machines to Ray."""
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(
             engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True
@@ -326,8 +324,8 @@ class EngineSupervisor:
     # ---- fewer engines, and more again
 
     def _do_without(self, index: int, fault: BaseException) -> None:
-        """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it
-        then: now they may be in the middle of a step."""
+        """Continues with fewer engines until a weight sync takes a new one in. The ranks learn of
+        it then: now they may be in the middle of a step."""
         self._present.remove(index)
         self._ranks_know = False
         with self._deadline.suspended(_END_S, f"ending {self._name} {index}"):
@@ -341,8 +339,9 @@ class EngineSupervisor:
         )
 
     def _has_arrived(self, index: int) -> bool:
-        """Whether a new engine is ready. One that is not started, or did not start, is started,
-        once a minute at most; Ray keeps it until there is room: a node may have to come back."""
+        """Returns whether a new engine is ready. Starts an engine that is not started or failed to
+        start, at most once a minute. Ray keeps the request until there is room: a node may have to
+        come back."""
         asked, since = self._starts[index]
         waited = time.monotonic() - since
         if asked is None:
@@ -366,8 +365,8 @@ class EngineSupervisor:
             return False
 
     def _take_in(self) -> None:
-        """Before a weight sync: new engines are there for it, and for nothing else until it has
-        brought the weights."""
+        """Adds new engines before a weight sync; they sample only after it has brought the
+        weights."""
         arrived = [
             index
             for index in self._starts
@@ -378,7 +377,7 @@ class EngineSupervisor:
             self._tell_ranks()
 
     def _welcome(self, index: int) -> None:
-        """After a weight sync, which has proved what the new engine holds."""
+        """Counts a new engine as working, after a weight sync that verified its weights."""
         del self._starts[index]
         self.restarts, self._joined = self.restarts + 1, self._joined + 1
         logger.info("%s %d is taken in: %d work", self._name, index, len(self._present))
@@ -386,7 +385,7 @@ class EngineSupervisor:
 
 
 class HangWatch:
-    """Asks engines whether they are there, while calls that may take long are pending."""
+    """Pings engines while long calls are pending."""
 
     def __init__(self, supervisor: EngineSupervisor) -> None:
         self._supervisor = supervisor
@@ -395,13 +394,13 @@ class HangWatch:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait between two looks."""
+        """The time to wait between two checks."""
         return min(_ASK_AGAIN_S, self._supervisor.config.vllm.hang_timeout_s / 4)
 
     def silent(self, busy: set[int]) -> dict[int, Any]:
-        """Ask the engines in ``busy``; position and handle of those that have not answered for too
-        long. A weight sync or a replacement has a deadline of its own: after it, the time of
-        silence counts anew."""
+        """Pings the engines in ``busy``; returns position and handle of those that have not
+        answered for too long. A weight sync or a replacement has its own deadline: after it, the
+        time of silence restarts at 0."""
         now = time.monotonic()
         if self._supervisor.changes != self._changes:
             self._changes = self._supervisor.changes
@@ -413,7 +412,7 @@ class HangWatch:
             if handle is not engine:
                 self._asked[index] = (engine, engine.ping.remote(), now)
             elif ray.wait([question], timeout=0)[0]:
-                # an answer that is an error is seen in the pending calls too, with more to say
+                # an error in the answer also appears in the pending calls, with more detail
                 if now - since > self.pause_s:
                     self._asked[index] = (engine, engine.ping.remote(), now)
             elif now - since > self._supervisor.config.vllm.hang_timeout_s:
@@ -422,7 +421,7 @@ class HangWatch:
 
 
 def _one_line(error: BaseException) -> str:
-    """What a person needs of an error to go on reading elsewhere."""
+    """Returns a short description of an error; the full text is elsewhere."""
     if isinstance(error, RayActorError):
         return "its process died"
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -434,20 +433,20 @@ def _one_line(error: BaseException) -> str:
 
 
 class GpuSharing:
-    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory
-    (docs/modes.md).
+    """Runs policy and engines on the same GPUs: puts one side to sleep before the other needs the
+    memory (docs/modes.md).
 
-    Both are there for a weight sync only: the policy's parameters and the engines' weights, not
-    their KV caches. A policy rank reloads what a call needs, generation and the sync wake the
-    engines. No rank is at work while an engine falls asleep: vLLM asserts that the device's free
-    memory does not shrink meanwhile, whoever takes it, and the engine would count as failed (vllm
-    0.32.0 v1/worker/gpu_worker.py:325).
+    Both are in memory only for a weight sync: the policy's parameters and the engines' weights, not
+    their KV caches. A policy rank reloads the states that a call needs; generation and the sync
+    wake the engines. No rank may work while an engine falls asleep: vLLM asserts that the device's
+    free memory does not shrink meanwhile, whoever takes it, and the engine would count as failed
+    (vllm 0.32.0 v1/worker/gpu_worker.py:325).
     """
 
     def __init__(
         self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor
     ) -> None:
-        """The ``groups`` are of ranks that train, by name."""
+        """``groups``: the groups of ranks that train, by name."""
         self._groups, self._supervisor, self._timeout_s = (
             groups,
             supervisor,
@@ -457,8 +456,8 @@ class GpuSharing:
 
     @contextmanager
     def generation(self, trains: Callable[[], bool]) -> Iterator[None]:
-        """The engines have the GPUs; afterwards they sleep, whether they were used or not.
-        ``trains`` says at the end whether the policy is trained next: then the engines do not keep
+        """Gives the GPUs to the engines in the body; afterwards the engines sleep, used or not.
+        ``trains`` returns at the end whether the policy trains next: then the engines do not keep
         the old weights in host memory."""
         if self._policy_sleeps:
             method = "offload_states"
@@ -472,9 +471,9 @@ class GpuSharing:
             self._supervisor.ask("discard_weights" if trains() else "sleep")
 
     def wake_weights(self) -> None:
-        """The engines take back the memory of their weights, not that of their KV caches. Raises
-        EnginesAtFault: an engine died or hangs (a weight sync, of which this is part, is repeated
-        without it)."""
+        """Restores the memory of the engines' weights, not of their KV caches. Raises
+        EnginesAtFault if an engine died or hangs; the weight sync, which includes this call, is
+        repeated without it."""
         if self._engines_sleep:
             engines, timeout_s = (
                 [*self._supervisor.there.values()],
@@ -486,6 +485,6 @@ class GpuSharing:
             ).finish()
 
     def make_room_for_policy(self) -> None:
-        """The engines give up weights and KV caches; the weights come back as they were."""
+        """Frees the engines' weights and KV caches; the weights return unchanged."""
         if self._engines_sleep:
             self._supervisor.ask("sleep")

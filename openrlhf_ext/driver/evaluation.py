@@ -1,4 +1,4 @@
-"""Evaluations of a run: what is asked of the engines, and what is counted of the answers."""
+"""Evaluations of a run: the requests to the engines, and the metrics of the answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from openrlhf_ext.rewards.answers import stated_answers
 from openrlhf_ext.rewards.counting import SOLVED, accuracy, majorities, passes_at_k, powers_of_two
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
 
-# over several sets, of which each counts the same
+# means over several sets, each with the same weight
 _MEANS = ("accuracy", "score_mean", "reward_mean", "response_length_mean")
 Texts = Callable[[Sequence[Response]], list[str]]
-"""Of completions, special tokens kept."""
+"""Returns the text of each completion, with special tokens."""
 Key = tuple[str, int]
 
 
@@ -30,9 +30,9 @@ class HeldOut:
     prompts: Sequence[Prompt]
 
     def requests(self, config: RunConfig) -> dict[Key, GroupRequest]:
-        """What the engines are asked for. Seeds are those of
-        ``openrlhf-ext evaluate --seed <train.seed>``: of the prompt's place in the file and the
-        sample's number, whatever the weights."""
+        """Returns the requests to the engines. The seeds are those of ``openrlhf-ext evaluate
+        --seed <train.seed>``: they depend on the prompt's place in the file and the sample's
+        number, not on the weights."""
         options = self.options
         longest = options.max_new_tokens or config.rollout.max_new_tokens
         sampling = Sampling(options.temperature, options.top_p, longest, config.data.max_len)
@@ -52,9 +52,8 @@ class HeldOut:
 
 @dataclass
 class Evaluation:
-    """One evaluation under way, of the weights after ``step`` steps, which the engines know as
-    ``version``;
-    ``restarts``: of engines before it."""
+    """An evaluation in progress, of the weights after ``step`` steps, which the engines know as
+    ``version``; ``restarts``: engine restarts before it."""
 
     step: int
     version: int
@@ -69,7 +68,7 @@ class Evaluation:
     def groups(
         self, sets: Sequence[HeldOut], answers: Mapping[Key, list[Response]]
     ) -> list[list[Group]]:
-        """The answers as groups, set by set."""
+        """Returns the answers as groups, set by set."""
         return [
             [Group(prompt, answers[key]) for prompt, key in zip(each.prompts, keys, strict=True)]
             for each, keys in zip(sets, self.requests, strict=True)
@@ -77,22 +76,22 @@ class Evaluation:
 
 
 def weight_versions(responses: Sequence[Response]) -> set[int]:
-    """Of all tokens, as far as the responses tell."""
+    """Returns the weight versions of all tokens, where the responses report them."""
     return {version for response in responses for version, _, _ in response.versions}
 
 
 def evaluation_metrics(
     sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts
 ) -> dict[str, float]:
-    """Metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` of one set without
-    a name; of sets with names ``eval/NAME/...``, and means over the sets."""
+    """Returns the metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` for one
+    set without a name; for named sets, ``eval/NAME/...`` and means over the sets."""
     found = [
         set_metrics(own, each.temperature, texts) for each, own in zip(sets, groups, strict=True)
     ]
     if not sets[0].name:
         return {f"eval/{name}": value for name, value in found[0].items()} | _by_source(groups[0])
     metrics = {f"eval/{name}": sum(each[name] for each in found) / len(found) for name in _MEANS}
-    # of a mean over sets that are sampled independently
+    # standard error of a mean over sets that are sampled independently
     for name in ("eval/accuracy_stderr", "eval/score_mean_stderr"):
         metrics[name] = math.hypot(*(each[name.removeprefix("eval/")] for each in found)) / len(
             found
@@ -104,10 +103,10 @@ def evaluation_metrics(
 
 
 def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts) -> dict[str, float]:
-    """Of one set: accuracy (share of right completions: mean@n), mean score, both with their
-    standard error over prompts, mean reward and length, pass@k and maj@k, length and entropy of
-    right and of wrong completions. maj@k needs completions that state answers
-    (``rewards.answers``), an entropy the engine's log-probs."""
+    """Returns the metrics of one set: accuracy (share of right completions: mean@n) and mean score,
+    both with their standard error over prompts; mean reward and length; pass@k and maj@k; length
+    and entropy of right and of wrong completions. maj@k needs completions that state answers
+    (``rewards.answers``); entropy needs the engine's log-probs."""
     responses = [response for group in groups for response in group.responses]
     shares = [
         accuracy([graded(response.score) for response in group.responses]) for group in groups
@@ -150,9 +149,9 @@ def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
 
 
 def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> dict[str, float]:
-    """Mean length, and minus the mean log-prob that the tokens were sampled with: an estimate of
-    the entropy of the distribution that was sampled from, of which no tokens but the sampled ones
-    are known. Of classes that exist."""
+    """Returns mean length and estimated entropy of right and of wrong completions, if there are
+    any. The estimate is minus the mean log-prob of the sampled tokens: only their log-probs are
+    known."""
     metrics = {}
     for name, is_right in (("right", True), ("wrong", False)):
         own = [response for response in responses if _is_right(response) == is_right]
@@ -169,8 +168,8 @@ def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> di
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of
-    each of their best and their mean score."""
+    """Returns OpenRLHF's metrics for held-out records of several ``datasource`` values: for each,
+    the mean over prompts of the best and of the mean score."""
     sources = {
         source: [group for group in groups if group.prompt.source == source]
         for source in sorted({group.prompt.source for group in groups})

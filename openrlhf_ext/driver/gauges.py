@@ -1,4 +1,4 @@
-"""What a step was like for the ranks: their speed, memory, and own time."""
+"""Gauges of the ranks in a step: speed, memory, and busy time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openrlhf_ext.reporting import EventLog
 
 logger = logging.getLogger(__name__)
 
-_NAMED_ABOVE = 1.5  # slowest rank / mean from which it is named on the terminal
+_NAMED_ABOVE = 1.5  # slowest rank / mean; above it, the terminal names the rank
 _NAMED_FROM_S = 1.0
 
 # ---- speed
@@ -33,9 +33,9 @@ def throughput_gauges(
     seconds: Mapping[str, float],
     peak: float | None,
 ) -> dict[str, float]:
-    """Speed of the policy's ranks in the passes over the batch; a phase that is missing in
-    ``seconds`` or took no time is left out. ``flops`` is of one forward pass, ``peak`` TFLOP/s of
-    one device (None: no MFU), ``tokens`` prompts included."""
+    """Returns the speed of the policy's ranks in the passes over the batch. Leaves out a phase that
+    is missing in ``seconds`` or took no time. ``flops``: of one forward pass; ``peak``: TFLOP/s of
+    one device (None: no MFU); ``tokens``: prompts included."""
     gauges: dict[str, float] = {}
     for phase, work, passes in (
         ("logprob", flops.total, 1),
@@ -54,8 +54,8 @@ def throughput_gauges(
 
 
 def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Memory and own time of every rank, which rank was the slowest and which the fullest, and how
-    much was padding."""
+    """Returns memory and busy time of every rank, the slowest rank and the one with the most
+    memory, and the fraction of padding."""
     gauges: dict[str, float] = {}
     for report in reports:
         prefix = f"rank/{report.rank}/"
@@ -71,7 +71,7 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
             sum(map(attrgetter(name), reports)) for name in ("padding_tokens", "repeated_tokens")
         )
         gauges["packs/padding_fraction"] = padding / packed
-        # 0 where all was padding
+        # 0 if all was padding
         gauges["packs/shared_fraction"] = repeated / max(1, packed - padding + repeated)
     gauges |= movement_gauges([report.moved for report in reports if report.moved is not None])
     if used := max(report.device_bytes for report in reports):
@@ -86,7 +86,7 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
 
 @dataclass
 class StepGauges:
-    """Measures one step after the other: speed, memory and the slowest rank, of which it tells
+    """Measures speed, memory, and the slowest rank step by step; notes a slow rank in
     ``events``."""
 
     policy: RankGroup
@@ -96,8 +96,8 @@ class StepGauges:
     _named: set[int] = field(default_factory=set)
 
     def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-        """The gauges of the step that trained on ``batch`` and took ``seconds`` (names as in the
-        records)."""
+        """Returns the gauges of the step that trained on ``batch`` and took ``seconds`` (names as
+        in the records)."""
         train = self.config.train
         reports: list[RankReport] = call_ranks(
             self.policy, "policy", "rank_report", train.step_timeout_s
@@ -110,8 +110,8 @@ class StepGauges:
         flops = replace(
             flops, layers=round(flops.layers * (1.0 - shared)), frozen=self.config.ds.lora.enabled
         )
-        # only the critic trained (critic.freezing_steps); no old log-probs were computed
-        # (algo.old_logprobs)
+        # leave out a phase that did not run: only the critic trained (critic.freezing_steps), or no
+        # old log-probs were computed (algo.old_logprobs)
         idle = [
             p for p in ("logprob", "train") if not any(p in report.seconds for report in reports)
         ]
@@ -127,7 +127,7 @@ class StepGauges:
         )
 
     def _name_slowest(self, reports: Sequence[RankReport], gauges: Mapping[str, float]) -> None:
-        """Says on the terminal which rank holds the others up, once per rank."""
+        """Logs which rank slows the others down, once per rank."""
         slowest = max(reports, key=lambda report: report.busy_seconds)
         ratio = gauges["rank/slowest_over_mean"]
         if (

@@ -1,11 +1,11 @@
-"""The driver runs in a process of its own; its parent, in which there is no Ray, ends it where it
-cannot end itself.
+"""Runs the driver in a child process; the parent, which does not use Ray, ends it if it cannot end
+itself.
 
-Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without
-end, deaf to signals, while one of Ray's processes is stopped. So the driver tells its parent
-through a pipe until when it will have moved on, which processes it cannot do without, and how it
-ended. A driver that is late, that lost one of them, or that does not end after Ctrl-C, SIGTERM or
-SIGHUP is killed by the parent, which ends what is left of the run and says what happened.
+Ray ends a driver whose raylet has died without an exception. A call into Ray can wait forever and
+ignore signals while one of Ray's processes is stopped. So the driver reports to its parent through
+a pipe: by when its present phase ends, which processes it depends on, and how it ended. The parent
+kills a driver that is late, that lost one of these processes, or that does not end after Ctrl-C,
+SIGTERM, or SIGHUP; then it ends the run's remaining processes and logs the cause.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ logger = logging.getLogger(__name__)
 _SIGNALS = {code: number for number, code in INTERRUPTED.items()}
 
 END_S = 30.0
-"""For the end of a run's processes: ray.shutdown takes up to 10 s, ``end_processes`` twice its
+"""Time for a run's processes to end: ray.shutdown takes up to 10 s, ``end_processes`` twice its
 grace."""
 
-_LATE_S = 10.0  # a driver that is only slow ends its waits by itself
+_LATE_S = 10.0  # a slow driver ends its waits by itself
 _STOPPED_S = 20.0  # Ray's own health check gives a raylet 15 s
 _LOOK_S = 0.2
 _PROGRESS_S = 1.0
 _GRACE_S = 5.0
 _DRIVER = "the driver"
 _FRAMES = 12
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_ARENA_MAX = -8  # from glibc's malloc.h
 _PR_SET_CHILD_SUBREAPER = 36
-_FINAL = (0, 2, *INTERRUPTED.values())  # exit codes after which nothing is tried again
+_FINAL = (0, 2, *INTERRUPTED.values())  # exit codes without a restart
 
 Train = Callable[[RunConfig, "Guard", int], int]
-"""Trains with a configuration, the guard and the number of the restart (0: the first try); returns
-the exit code."""
+"""Trains with a configuration, the guard, and the number of the restart (0: the first attempt);
+returns the exit code."""
 
 
 class Guard:
-    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C, SIGTERM and
-    SIGHUP raise KeyboardInterrupt where the driver is; only the first counts, ``received`` on the
-    monotonic clock at ``received_at``. With ``pipe`` None nobody is told."""
+    """Sends the driver's reports to its parent, and receives signals. Ctrl-C, SIGTERM, and SIGHUP
+    raise KeyboardInterrupt in the driver. Only the first signal counts: ``received``, at
+    ``received_at`` on the monotonic clock. With ``pipe`` None there are no reports."""
 
     def __init__(self, pipe: Connection | None = None) -> None:
         self._pipe = pipe
@@ -74,49 +74,46 @@ class Guard:
         self.received_at = math.inf
         self.events = EventLog()
 
-    # ---- telling
+    # ---- reports
 
     def expect(self, seconds: float, doing: str) -> None:
-        """The driver will say something else within ``seconds``; ``doing`` tells what it does until
-        then."""
+        """Reports that the driver does ``doing`` and will report again within ``seconds``."""
         self._tell(until=time.monotonic() + seconds, doing=doing, seconds=seconds)
 
     def progress(self, detail: str) -> None:
-        """How far the driver is with what it does, for the line of status; told once a second at
-        most."""
+        """Reports progress for the status line, at most once a second."""
         if time.monotonic() - self._told_at >= _PROGRESS_S:
             self._told_at = time.monotonic()
             self._tell(detail=detail)
 
     def step_ended(self, steps: int | None, seconds: float) -> None:
-        """One of ``steps`` steps has ended (None: nobody knows how many there are), after so many
-        seconds."""
+        """Reports that one of ``steps`` steps (None: unknown) has ended after ``seconds``."""
         self._tell(ended_step=(steps, seconds))
 
     def watch(self, processes: Mapping[str, int], logs: str = "") -> None:
-        """The run cannot go on without these processes of this machine, by name their ids; ``logs``
-        is their folder."""
+        """Reports the processes of this machine that the run depends on, pids by name; ``logs`` is
+        their log folder."""
         self._tell(watched=dict(processes), logs=logs)
 
     def ended(self, code: int) -> None:
-        """The run has ended with this exit code, and its event is written; what follows is clearing
-        up."""
+        """Reports the exit code of a run that has ended and written its event; only cleanup
+        follows."""
         self._tell(code=code)
 
     def broke(self, error: str) -> None:
-        """The driver ends by an error that it has not written down."""
+        """Reports an error that ends the driver and that it has not logged."""
         self._tell(error=error)
 
     def _tell(self, **facts: Any) -> None:
         if self._pipe is not None:
-            # the parent has died: this process is about to follow
+            # the parent has died: this process ends soon
             with contextlib.suppress(BrokenPipeError):
                 self._pipe.send({"step": self.events.step, **facts})
 
     # ---- signals
 
     def listen(self) -> None:
-        """From now on the signals come here."""
+        """Installs the signal handlers."""
         for number in listened():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGALRM, self._give_up)
@@ -139,9 +136,9 @@ class Guard:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a
-        finalizer. Raises
-        FileDisplaced: a folder of the run is somebody else's by now; looked at once a second."""
+        """Raises KeyboardInterrupt if one is due: Python drops an exception that a handler raises
+        inside a finalizer. Raises FileDisplaced if another run has taken a folder of this run;
+        checks that once a second."""
         if self._pending and (self._held_s is None or self.received == signal.SIGINT):
             raise KeyboardInterrupt
         if time.monotonic() - self._looked_at >= _PROGRESS_S:
@@ -149,17 +146,18 @@ class Guard:
             check_held()
 
     def hold(self, seconds: float) -> None:
-        """From here to ``release`` SIGTERM and SIGHUP wait, ``seconds`` at most after they came."""
+        """Delays SIGTERM and SIGHUP until ``release``, at most ``seconds`` after they arrive."""
         self._held_s = seconds
 
     def release(self) -> None:
-        """Raises what has waited."""
+        """Ends ``hold`` and raises a delayed signal."""
         self._held_s = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.check()
 
     def ignore_signals(self) -> None:
-        """The run ends anyway: what comes now must not stop its last acts."""
+        """Ignores further signals: the run ends anyway, and they must not interrupt its last
+        actions."""
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in INTERRUPTED:
@@ -170,10 +168,10 @@ class Guard:
 
 
 def run(config: RunConfig, train: Train) -> int:
-    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at
-    most. Returns the driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143
-    = SIGTERM, 129 = SIGHUP; 128 + n if it was killed by signal n (137 also if Ray or this process
-    had to end it). Raises ConfigError: another run has a folder of this one."""
+    """Trains in a child process, and restarts after a failure, at most ``train.max_restarts``
+    times. Returns the driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143
+    = SIGTERM, 129 = SIGHUP; 128 + n if signal n killed it (137 also if Ray or this process had to
+    end it). Raises ConfigError if another run holds a folder of this one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
@@ -186,12 +184,12 @@ def run(config: RunConfig, train: Train) -> int:
             return code
     finally:
         hear_again(handlers)
-        _adopt_orphans(False)  # nobody would wait for their end
+        _adopt_orphans(False)  # no one waits for them from here on
 
 
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
-    """One ``attempt``, and after a failure another one from the last checkpoint; where the run has
-    written none, from the beginning: those of others were moved aside (``own_folders``)."""
+    """Runs one ``attempt``, and after a failure another one from the run's last checkpoint, or from
+    the beginning if it wrote none: ``own_folders`` moved the checkpoints of other runs aside."""
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning(
@@ -207,16 +205,16 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int
 
 
 class _Parent:
-    """One driver after the other, and the signals that are for it."""
+    """Runs one driver after the other and forwards signals to it."""
 
     def __init__(self, config: RunConfig, train: Train) -> None:
         self._config, self._train = config, train
         self._driver: _Driver | None = None
         self._received: signal.Signals | None = None
-        self._others = psutil.Process().children(recursive=True)  # not the run's to end
+        self._others = psutil.Process().children(recursive=True)  # not processes of the run
 
     def forward(self, number: int, _: object) -> None:
-        """Hands a signal on to the driver; the first one says how the run ends."""
+        """Forwards a signal to the driver; the first signal determines the exit code."""
         self._received = self._received or signal.Signals(number)
         if self._driver is not None:
             self._driver.interrupt(number, self._config.ckpt.grace_s)
@@ -224,7 +222,7 @@ class _Parent:
     def attempt(self, config: RunConfig, restart: int) -> int:
         if self._received is not None:  # between two drivers
             return INTERRUPTED[self._received]
-        # a signal in between would find this process's handler in the child
+        # block signals: one that comes now would run this process's handler in the child
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTED)
         self._driver = driver = _Driver(config, self._train, restart)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTED)
@@ -240,7 +238,7 @@ class _Parent:
         return self._report(driver, config)
 
     def _report(self, driver: _Driver, config: RunConfig) -> int:
-        """The exit code; says and writes down what the driver could not."""
+        """Returns the exit code; logs and records the end if the driver could not."""
         if driver.code is not None:
             if driver.killed_because:
                 logger.warning(
@@ -252,7 +250,7 @@ class _Parent:
             self._note(config, driver.step, "interrupted", signal=number.name, why=driver.why)
             return INTERRUPTED[number]
         if driver.process.exitcode == 2 and not driver.killed_because:
-            return 2  # a configuration that is wrong has been reported
+            return 2  # the driver has reported the wrong configuration
         logger.error("the run failed:\n%s", driver.why)
         self._note(config, driver.step, "failure", error=driver.why)
         return driver.exit_code
@@ -269,11 +267,11 @@ class _Parent:
 
 
 class _Driver:
-    """A driver's process, as its parent sees it."""
+    """The parent's view of a driver process."""
 
     def __init__(self, config: RunConfig, train: Train, restart: int) -> None:
         self._traces = tempfile.TemporaryFile()
-        context = multiprocessing.get_context("fork")  # what has been imported and checked is there
+        context = multiprocessing.get_context("fork")  # the child inherits imports and checks
         self._pipe, pipe = context.Pipe(duplex=False)
         arguments = (os.getpid(), pipe, self._traces, config, train, restart)
         self.process = context.Process(target=_drive, args=arguments, name="driver")
@@ -291,7 +289,7 @@ class _Driver:
     # ---- while it lives
 
     def interrupt(self, number: int, grace_s: float) -> None:
-        """Hands a signal on, and sets the time until which the driver must have ended."""
+        """Forwards a signal, and sets the time by which the driver must have ended."""
         saves = number != signal.SIGINT
         seconds = END_S + (grace_s if saves else 0.0)
         if self._ends[0] == math.inf:
@@ -306,7 +304,7 @@ class _Driver:
                 os.kill(self.process.pid, number)
 
     def wait(self) -> None:
-        """Returns when the process has ended, by itself or not."""
+        """Waits until the process has ended; kills it if it is at fault."""
         while self.process.exitcode is None:
             self._hear(_LOOK_S)
             self._status.tick()
@@ -317,11 +315,11 @@ class _Driver:
                 self.process.join()
         self._status.clear()
         self._hear(0.0)
-        self._lost_at_end = self._lost()  # before its parent ends what is left
+        self._lost_at_end = self._lost()  # before the parent ends the remaining processes
 
     def _reap(self) -> None:
-        """Lets go of orphans that have ended: until then the driver, which waits for their end,
-        still sees them."""
+        """Reaps orphans that have ended: until then the driver, which waits for them, still sees
+        them."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while (
             ended := os.waitid(os.P_ALL, 0, look)
@@ -329,7 +327,7 @@ class _Driver:
             os.waitpid(ended.si_pid, 0)
 
     def _hear(self, timeout_s: float) -> None:
-        """Takes what the driver says."""
+        """Receives the driver's reports."""
         wait([self.process.sentinel, *([] if self._pipe.closed else [self._pipe])], timeout_s)
         try:
             while not self._pipe.closed and self._pipe.poll():
@@ -353,7 +351,7 @@ class _Driver:
             self._watched = {name: _found(pid) for name, pid in facts["watched"].items()}
 
     def _fault(self) -> str:
-        """Why the process has to be killed; '' if it need not."""
+        """Returns why the process must be killed; '' if it need not."""
         now = time.monotonic()
         ends, asked = self._ends
         if now > ends:
@@ -364,14 +362,14 @@ class _Driver:
         return self._lost()
 
     def _lost(self) -> str:
-        """Which processes the run cannot do without are gone, or which is stopped, and since
-        when."""
+        """Returns which processes that the run depends on are gone, or which one is stopped and for
+        how long; '' if all run."""
         now = time.monotonic()
         watched = self._watched | (
             {} if self.process.pid is None else {_DRIVER: _found(self.process.pid)}
         )
         states = {name: _state(process) for name, process in watched.items()}
-        # with the raylet Ray ends the driver, and the driver the GCS
+        # without the raylet Ray ends the driver, and without the driver the GCS
         if gone := sorted((name for name in self._watched if states[name] is None), reverse=True):
             named = " and ".join(_named(name, self._watched[name]) for name in gone)
             have = "have" if len(gone) > 1 else "has"
@@ -392,7 +390,8 @@ class _Driver:
         return f" (logs: {self._logs})" if self._logs else ""
 
     def _where(self) -> str:
-        """The innermost frames of the driver; ``faulthandler`` answers whatever it waits for."""
+        """Returns the driver's innermost frames; ``faulthandler`` answers even while the driver
+        waits."""
         if self.process.pid is None or self.process.exitcode is not None:
             return ""
         os.kill(self.process.pid, signal.SIGUSR1)
@@ -405,7 +404,7 @@ class _Driver:
 
     @property
     def why(self) -> str:
-        """Why a driver ended that has not said it."""
+        """Why the driver ended, if it did not report that itself."""
         if self.killed_because or self.error:
             return self.killed_because or self.error
         code = self.process.exitcode or 0
@@ -425,23 +424,23 @@ class _Driver:
 
     @property
     def exit_code(self) -> int:
-        """Of a run whose driver did not say how it ended."""
+        """The exit code of a run whose driver did not report how it ended."""
         code = self.process.exitcode or 0
         if code < 0:
             return 128 - code
-        # for launch.sh both are drivers that were killed
+        # launch.sh treats both as drivers that were killed
         return 1 if self.error else 128 + signal.SIGKILL
 
 
 def _drive(
     parent: int, pipe: Connection, traces: Any, config: RunConfig, train: Train, restart: int
 ) -> None:
-    """What the driver's process does; leaves with its exit code."""
+    """Runs the driver; exits with its exit code."""
     guard = Guard(pipe)
     die_with(parent)
     if sys.platform == "linux":
-        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no
-        # other one gets: the process grows with the steps, though the memory in use does not
+        # glibc gives each of Ray's threads its own heap, and memory that one thread frees there is
+        # lost to the others: the process grows with the steps, though the memory in use does not
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
     code = 1
@@ -451,7 +450,7 @@ def _drive(
         guard.expect(config.vllm.start_timeout_s, "starting the driver")
         code = train(config, guard, restart)
     except KeyboardInterrupt:
-        # before the run began: the parent says the rest
+        # before the run began: the parent logs the rest
         code = INTERRUPTED[guard.received or signal.SIGINT]
     except Exception:
         guard.broke(traceback.format_exc())
@@ -459,14 +458,13 @@ def _drive(
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Processes whose parents have died become children of this one, which ends them; or no
-    longer."""
+    """Sets whether orphaned descendants become children of this process, which ends them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _found(pid: int) -> psutil.Process | int:
-    """The process, or its id if it is gone already."""
+    """Returns the process, or its id if it is gone already."""
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -479,7 +477,7 @@ def _named(name: str, process: psutil.Process | int) -> str:
 
 
 def _state(process: psutil.Process | int) -> str | None:
-    """psutil's name of what the process does; None = it has ended."""
+    """Returns psutil's name of the process state; None if the process has ended."""
     if isinstance(process, int) or not process.is_running():
         return None
     try:
@@ -490,7 +488,7 @@ def _state(process: psutil.Process | int) -> str | None:
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """SIGTERM, a short grace, SIGKILL."""
+    """Sends SIGTERM, waits ``_GRACE_S``, then sends SIGKILL."""
     for send in (psutil.Process.terminate, psutil.Process.kill):
         running = [p for p in processes if p.is_running()]
         for process in running:

@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty, from batch to batch."""
+"""The coefficient of the KL penalty, which may change from batch to batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _MAX_KL_ERROR = 0.2
 
 
 class KLCoefficient:
-    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered
-    to a ``target``, the mean KL per token in nats, within ``horizon`` samples.
+    """The KL penalty's coefficient for the next batch: constant, or controlled so that the mean KL
+    per token in nats reaches ``target`` within ``horizon`` samples.
 
     D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593,
     section 2.2, with the mean KL per token (as OpenRLHF) instead of the KL per completion.
@@ -26,7 +26,7 @@ class KLCoefficient:
             self.value *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run has to know."""
+        """Returns the state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

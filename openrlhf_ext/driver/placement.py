@@ -1,9 +1,9 @@
-"""Where ranks go: bundles that are reserved with a deadline, sorted so that tensor-parallel groups
-stay on one node.
+"""Assigns ranks to bundles: reserves bundles with a deadline, and sorts them so that
+tensor-parallel groups stay on one node.
 
 Ray numbers bundles in no particular order of nodes: rank i in bundle i may put neighbors of a
-tensor-parallel group, which talk in every layer, on two nodes. What cannot be sorted into place is
-refused with the table of who would be where.
+tensor-parallel group, which communicate in every layer, on two nodes. Raises PlacementError, with a
+table of ranks and nodes, if no order of the bundles fits the layout.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SHARED_FRACTION = 0.2
-"""GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts, memory is
-not divided."""
+"""GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts them and
+does not divide memory."""
 
 
 class PlacementError(RuntimeError):
-    """The bundles that Ray gave cannot hold the ranks as the layout needs them."""
+    """The bundles that Ray reserved do not fit the layout."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class RankBlock:
 def place_ranks(
     nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None
 ) -> list[int]:
-    """The bundle of each rank, in rank order: tensor- and context-parallel ranks are neighbors in
-    every order of ``megatron/layout.py``, so their groups are blocks.
+    """Returns the bundle of each rank, in rank order. Tensor- and context-parallel ranks are
+    neighbors in every order of ``megatron/layout.py``, so their groups are blocks.
 
-    Nodes that hold whole blocks come first, so that as few blocks as possible are split.
-    Tensor-parallel groups must be on one node (or PlacementError has the table of all), blocks
-    (tensor times context parallel) should be.
+    Nodes that hold whole blocks come first, so that as few blocks as possible are split. Blocks
+    (tensor times context parallel) should be on one node. Raises PlacementError, with the table of
+    all ranks, if a tensor-parallel group is not on one node.
     """
     order = _node_order(nodes, tensor_size, block_size or tensor_size)
     if any(block.is_split for block in blocks(order, nodes, tensor_size)):
@@ -69,7 +69,7 @@ def place_ranks(
 
 
 def blocks(order: Sequence[int], nodes: Sequence[str], size: int) -> Iterator[RankBlock]:
-    """The ranks in blocks of ``size`` neighbors."""
+    """Yields the ranks in blocks of ``size`` neighbors."""
     for first in range(0, len(order), size):
         members = order[first : first + size]
         yield RankBlock(
@@ -78,7 +78,8 @@ def blocks(order: Sequence[int], nodes: Sequence[str], size: int) -> Iterator[Ra
 
 
 def node_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
-    """One line for each block of ``size`` ranks: its ranks, its nodes, and whether it is split."""
+    """Returns one line for each block of ``size`` ranks: its ranks, its nodes, and whether it is
+    split."""
     return "\n".join(
         f"  ranks {block.first}-{block.first + block.size - 1}: {', '.join(block.nodes)}"
         f"{'  <- on more than one node' if block.is_split else ''}"
@@ -87,8 +88,8 @@ def node_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
 
 
 def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list[int]:
-    """Bundles grouped by node: first nodes of whole blocks, then of whole tensor-parallel groups,
-    then the others."""
+    """Returns the bundles grouped by node: first nodes of whole blocks, then nodes of whole
+    tensor-parallel groups, then the others."""
     count = Counter(nodes)
     first_bundle = {node: nodes.index(node) for node in count}
 
@@ -106,9 +107,9 @@ def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list
 
 @dataclass(frozen=True)
 class Reservation:
-    """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by
-    bundle index; ``shared`` by several actors in a colocated run. Their rank 0 has to start
-    ``until`` this time of the monotonic clock."""
+    """Bundles of one GPU and one CPU each, held by this job. ``nodes``: each bundle's node as text,
+    by bundle index; ``shared``: several actors share a bundle in a colocated run. Rank 0 must start
+    by ``until`` on the monotonic clock."""
 
     group: PlacementGroup
     nodes: tuple[str, ...]
@@ -121,7 +122,7 @@ class Reservation:
         return _SHARED_FRACTION if self.shared else 1.0
 
     def slot(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        """Where an actor of this bundle is scheduled."""
+        """Returns the scheduling strategy that places an actor in this bundle."""
         return PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=bundle
         )
@@ -152,8 +153,8 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 
 
 class RankGroup:
-    """One actor per rank of a layout, each in a bundle of its own. For the sizes, and
-    PlacementError, see ``place_ranks``; it is raised too if rank 0 does not start in time."""
+    """One actor per rank of a layout, each in its own bundle. Sizes are as in ``place_ranks``.
+    Raises PlacementError as it does, and if rank 0 does not start in time."""
 
     def __init__(
         self,
@@ -179,14 +180,14 @@ class RankGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
     def ask_replicas(self, method: str, parts: Sequence[Any], *shared: Any) -> list[Any]:
-        """Calls a method of every rank with its replica's part, and what all get; returns the
-        references of the answers, in rank order. Only the first rank of a replica answers
-        (``of_replicas``), but all have to succeed."""
+        """Calls a method of every rank with its replica's part and the shared arguments; returns
+        the references of the answers, in rank order. Only the first rank of a replica answers
+        (``of_replicas``), but all ranks must succeed."""
         if len(parts) != self.layout.data_parallel_size:
             raise ValueError(
                 f"{len(parts)} parts for {self.layout.data_parallel_size} data-parallel replicas"
             )
-        sent = [ray.put(part) for part in parts]  # once, not once for each rank
+        sent = [ray.put(part) for part in parts]  # once per part, not once per rank
         replicas = [self.layout.place(rank).replica for rank in range(self.layout.world_size)]
         return [
             actor.for_replica.remote(method, sent[r], *shared)
@@ -194,7 +195,7 @@ class RankGroup:
         ]
 
     def of_replicas(self, answers: Sequence[T]) -> list[T]:
-        """The answer of each replica, out of the answers of all ranks."""
+        """Returns the answer of each replica from the answers of all ranks."""
         return [
             answers[self.layout.ranks(replica=r)[0]] for r in range(self.layout.data_parallel_size)
         ]

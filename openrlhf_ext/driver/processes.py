@@ -1,6 +1,6 @@
-"""The processes of a run: where engines and ranks go, their start, and the proof that policy and
-engines agree. What OpenRLHF or vLLM has to be imported for is imported inside of functions:
-``job.build_parts`` says when."""
+"""The processes of a run: placement and start of engines and ranks, and the check that policy and
+engines agree. Functions that need OpenRLHF or vLLM import it themselves, since ``job.build_parts``
+controls when that happens."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GUIDE_ENGINE = "guide engine"
-"""What messages call an engine of the guide."""
+"""Name of a guide's engine in messages."""
 
 
 def reserve_policy_places(config: RunConfig, deadline: Deadline) -> Reservation:
-    """Bundles for the policy's ranks, which engines share in a colocated run."""
+    """Reserves bundles for the policy's ranks, which engines share in a colocated run."""
     return reserve(
         config.world_size,
         deadline.remaining,
@@ -68,8 +68,8 @@ def reserve_policy_places(config: RunConfig, deadline: Deadline) -> Reservation:
 
 
 def tensor_block_size(config: RunConfig) -> int:
-    """Neighboring ranks that must be on one node: a tensor-parallel group, and a colocated engine's
-    workers."""
+    """Returns how many neighboring ranks must be on one node: a tensor-parallel group, and a
+    colocated engine's workers."""
     tensor = config.megatron.tensor_parallel_size
     return (
         math.lcm(tensor, config.vllm.tensor_parallel_size) if config.engines_share_gpus else tensor
@@ -84,8 +84,8 @@ def engine_places(
     what: str,
     deadline: Deadline,
 ) -> EnginePlaces | None:
-    """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None:
-    where Ray puts them."""
+    """Returns the places of engines: the policy's bundles in a colocated run, otherwise their own
+    GPUs. None: Ray chooses."""
     from openrlhf_ext.rollout.launch import EnginePlaces
 
     size = config.vllm.tensor_parallel_size
@@ -101,7 +101,7 @@ def engine_places(
 def start_engines(
     config: RunConfig, use_gpu: bool, policy_places: Reservation, deadline: Deadline
 ) -> EngineFleet:
-    """The vLLM actors of the policy; they start in the background."""
+    """Starts the policy's vLLM actors in the background."""
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning(
             "vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still"
@@ -124,8 +124,8 @@ def start_engines(
 
 
 def start_guide_engines(config: RunConfig, use_gpu: bool, deadline: Deadline) -> EngineFleet | None:
-    """The vLLM actors of a guide that samples, or None; their seeds go on where those of the
-    policy's engines end."""
+    """Starts the vLLM actors of a guide that samples, or returns None. Their seeds continue those
+    of the policy's engines."""
     if not config.guide_samples:
         return None
     places = engine_places(
@@ -167,7 +167,7 @@ def _create_engines(
         model_path,
         config.vllm.model_copy(update=resolved),
         max_model_len=config.data.max_len,
-        # before the batch's own deadline, so that an engine that is stuck can be replaced
+        # below the batch's own deadline, so that a stuck engine can be replaced
         request_timeout_s=config.rollout.timeout_s
         * (0.9 if config.vllm.max_restarts or config.vllm.min_engines else 1.0),
         executor_factory=executor_factory(config),
@@ -186,7 +186,7 @@ def _create_engines(
 
 
 def _require_no_bf16_kernels(*, fp8: bool, adapters: bool) -> None:
-    """Raises ValueError, with all that vLLM's GPU kernels refuse in fp32."""
+    """Raises ValueError with all the features that vLLM's GPU kernels do not support in fp32."""
     problems = []
     if fp8:
         problems.append(
@@ -203,7 +203,8 @@ def _require_no_bf16_kernels(*, fp8: bool, adapters: bool) -> None:
 
 
 def travelling_adapter(config: RunConfig) -> tuple[int, tuple[str, ...]] | None:
-    """Rank and modules of the adapters that weight syncs bring; None: they bring weights."""
+    """Returns rank and modules of the adapters that weight syncs send; None if they send
+    weights."""
     lora = config.ds.lora
     if not lora.enabled or config.vllm.lora == "merged":
         return None
@@ -212,25 +213,25 @@ def travelling_adapter(config: RunConfig) -> tuple[int, tuple[str, ...]] | None:
 
 
 def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
-    """Decoder layers of a model that its engines leave as they are; None: the engines have no
-    FP8."""
+    """Returns the decoder layers that a model's engines leave in bf16; None if the engines do not
+    use FP8."""
     if not config.fp8.rollout_enable:
         return None
     return config.fp8.bf16_layers.numbers(read_model_shape(model_path).num_layers)
 
 
 def fp8_env(use_gpu: bool) -> dict[str, str]:
-    """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at
-    the first batches."""
-    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm
-    # 0.32.0 quantization/utils/fp8_utils.py:1214): a quarter of the codes change, the error is
-    # 0.038 instead of 0.027
+    """Returns the environment of engines with FP8 layers; on GPUs also what DeepGEMM needs to
+    compile its kernels at the first batches."""
+    # otherwise Hopper quantizes weights twice, the second time with scales that are powers of two
+    # (vllm 0.32.0 quantization/utils/fp8_utils.py:1214): a quarter of the codes change, the error
+    # is 0.038 instead of 0.027
     environment = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     if use_gpu:
         # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.32.0
         # kernels/linear/__init__.py:482)
         environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
-        # the environment's ninja; Ray puts the node's own PATH in
+        # the environment's ninja; Ray inserts the node's own PATH
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:${{PATH}}"
         if (toolkit := cuda_home()) is not None:
             environment["CUDA_HOME"] = str(toolkit)
@@ -238,7 +239,8 @@ def fp8_env(use_gpu: bool) -> dict[str, str]:
 
 
 def max_requests(config: RunConfig, use_gpu: bool) -> int:
-    """Completions that an engine is asked for at a time: by default as many as it can batch."""
+    """Returns how many completions to request from an engine at a time: by default as many as it
+    can batch."""
     from openrlhf_ext.rollout.launch import batch_limits
 
     limits = batch_limits(use_gpu, config.vllm, config.data.max_len)
@@ -248,7 +250,8 @@ def max_requests(config: RunConfig, use_gpu: bool) -> int:
 
 
 def executor_factory(config: RunConfig) -> Callable[[], Any]:
-    """The user's agent, or single-turn rollouts graded in killable worker processes."""
+    """Returns a factory of the user's agent, or of single-turn rollouts graded in killable worker
+    processes."""
     reward = config.reward
     if (agent := config.train.agent_func_path) is not None:
         from openrlhf_ext.rewards.agent import agent_executor
@@ -271,7 +274,7 @@ def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
 def _start_ranks(
     actor: type, places: Reservation, layout: ParallelLayout, tensor_size: int, block_size: int
 ) -> RankGroup:
-    """Starts one actor per rank, which import in the background."""
+    """Starts one actor per rank; the actors import their libraries in the background."""
     group = RankGroup(
         ray.remote(num_gpus=1)(actor),
         places,
@@ -290,9 +293,9 @@ def await_engines(
     prompt: Sequence[int],
     deadline: Deadline,
 ) -> list[int]:
-    """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is
-    about to be loaded. Returns the text of the probe (``rollout.probe``): the end of the run's
-    first prompt and what the model itself says after it."""
+    """Waits for the rollout engines. Engines that can free memory sleep afterwards, because the
+    policy loads next. Returns the text of the probe (``rollout.probe``): the end of the run's first
+    prompt and the model's own continuation."""
     _await_engines(session, engines, deadline, "rollout engine")
     begin = prompt[-(config.probe_length // 2) :]
     asked = engines[0].continuation.remote(
@@ -324,8 +327,8 @@ def initialize_policy(
 def prove_start(
     config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline
 ) -> None:
-    """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has
-    done so: a critic and a checkpoint are about to be loaded."""
+    """Checks that policy and engines have the same weights. Engines and policy with sleep enabled
+    free their memory afterwards, because a critic and a checkpoint load next."""
     gauge = deadline.get(policy.ask("prove_sync"))[0]["weight_sync/probe_diff"]
     logger.info(
         "policy and engines agree on the starting weights: log-probs differ by %.1e nats on "
@@ -339,7 +342,7 @@ def prove_start(
 def await_guide_engines(
     session: RaySession, engines: EngineFleet | None, deadline: Deadline
 ) -> None:
-    """Waits for the guide's engines, if there are any; their weights stay those of the disk."""
+    """Waits for the guide's engines, if there are any; they keep the weights from disk."""
     if engines is not None:
         _await_engines(session, engines, deadline, GUIDE_ENGINE)
 
@@ -355,7 +358,7 @@ def _await_engines(
 
 
 def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline) -> None:
-    """Waits until the ranks of a model are built, and remembers their processes."""
+    """Waits until the ranks of a model are built, and records their processes."""
     infos = deadline.get(refs)
     for info in infos:
         session.remember(f"{name} rank {info['rank']}", info)
@@ -367,7 +370,7 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, a reward model, and
+    """The models besides the policy that have their own ranks: the critic, a reward model, and
     frozen language models by name (a reference, a guide)."""
 
     critic: RankGroup | None = None
@@ -378,7 +381,7 @@ class AuxiliaryModels:
     def start(
         cls, config: RunConfig, deadline: Deadline, policy_places: Reservation | None = None
     ) -> AuxiliaryModels:
-        """Starts the actors, which import in the background; in a colocated run critic and reward
+        """Starts the actors, which import in the background. In a colocated run, critic and reward
         model share the policy's places."""
 
         def ranks(
@@ -440,7 +443,7 @@ class AuxiliaryModels:
             logger.info("%s ready on %d ranks", name, len(ranks))
 
     def scorers(self, config: RunConfig, policy: RankGroup) -> dict[str, Scorer]:
-        """Of each frozen model, and of a reward model."""
+        """Returns a scorer for each frozen model and for a reward model."""
         scorers = {
             model.name: self._scorer(config, policy, model) for model in frozen_models(config)
         }
@@ -455,7 +458,7 @@ class AuxiliaryModels:
         return Scorer(group, method, _costs(model.path, config, group.layout))
 
     def value_trainer(self, config: RunConfig) -> ValueTrainer | None:
-        """What trains the critic, of a run that has one."""
+        """Returns the trainer of the critic; None if the run has no critic."""
         if self.critic is None or not config.has_critic:
             return None
         return ValueTrainer(
@@ -466,8 +469,8 @@ class AuxiliaryModels:
         )
 
     def save(self, config: RunConfig) -> None:
-        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` asks
-        for it."""
+        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` is
+        set."""
         if self.critic is not None and config.critic.save_value_network:
             path = f"{config.ckpt.output_dir}_critic"
             logger.info("writing the critic to %s", path)

@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Has ranks profile themselves in ``profile.steps``, from the scores to the sync of the
-    weights."""
+    """Profiles the ranks in ``profile.steps``, from the scores to the weight sync."""
 
     def __init__(self, policy: RankGroup, config: RunConfig, steps: int, events: EventLog) -> None:
         self._policy, self._config, self._events = policy, config, events
@@ -32,8 +31,8 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The part of a step that the ranks make; nothing happens if the step is not to be
-        profiled."""
+        """Profiles the ranks while the body runs the step; does nothing if the step is not in
+        ``profile.steps``."""
         if not self._first <= step <= self._last:
             yield
             return
@@ -53,7 +52,8 @@ class StepProfiler:
                 self._events.note("profile", **profile)
 
     def table(self) -> str:
-        """Seconds by kind of work, a line for each step and rank; empty if no step was profiled."""
+        """Returns seconds by kind of work, one line for each step and rank; empty if no step was
+        profiled."""
         if not self._rows:
             return ""
         titles = ("step", "rank", "wall_s", *self._rows[0]["seconds"])

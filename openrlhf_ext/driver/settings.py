@@ -1,4 +1,4 @@
-"""What ranks are told of a run, and what follows from its configuration for several parts."""
+"""Settings of the ranks, and values that several parts derive from the configuration."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "TQDM_DISABLE": "0" if config.logger.verbose else "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-        # NCCL's watchdog asks for a dump at any error of any group, also of the weight sync's, and
-        # 480 s later ends the process for it, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch
-        # 2.13 ProcessGroupNCCL.hpp:665, 1379): an engine that died would take policy and engines
-        # with it. Our own report reads the recorder (docs/operating.md).
+        # NCCL's watchdog requests a dump at any error of any group, the weight sync's included, and
+        # ends the process 480 s later, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch 2.13
+        # ProcessGroupNCCL.hpp:665, 1379): one dead engine would end policy and engines. Our own
+        # report reads the recorder (docs/operating.md).
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     env |= training_environment(config)
@@ -49,17 +49,17 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 
 
 def _threads_per_process(config: RunConfig) -> int:
-    """For nodes like this one, over which the processes are spread evenly."""
+    """Assumes that all nodes are like this one, with the processes spread evenly."""
     processes = max(config.training_ranks, config.engine_workers)
     return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
 
 
 def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
-    """The estimator with its options and what was measured for it. The ranks get it with their
-    shards; they cannot import the file of an algorithm of the user's own, so the class goes with
-    it."""
+    """Builds the estimator with its options and ``measured`` values. The ranks receive it with
+    their shards. They cannot import the file of a user's own algorithm, so its class is pickled by
+    value."""
     name, options, correction = algorithm_options(config)
-    # load_config has warned
+    # load_config has logged the warnings
     algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)
     if config.algo.advantage.estimator == CUSTOM:
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
@@ -88,8 +88,8 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A language model ('reference' or 'guide') that scores completions and is never trained;
-    without ranks of its own it is a copy in the host memory of the policy's ranks."""
+    """A language model ('reference' or 'guide') that scores completions and is never trained. With
+    ``ranks`` 0 it is a copy in the host memory of the policy's ranks."""
 
     name: str
     path: str
@@ -115,8 +115,8 @@ def reward_path(config: RunConfig) -> str:
 
 
 def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> ModelSettings:
-    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its
-    own."""
+    """Returns the settings of every critic rank: micro-batches, precision, and seed from the
+    policy; the rest from the critic's own options."""
     return dataclasses.replace(
         _of_values(config, policy),
         model_path=critic_path(config),
@@ -128,14 +128,15 @@ def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> Mod
 
 
 def reward_settings(config: RunConfig, policy: ModelSettings) -> ModelSettings:
-    """What every rank of the reward model gets: the policy's layout and precision, without FP8."""
+    """Returns the settings of every reward model rank: the policy's layout and precision, without
+    FP8."""
     return dataclasses.replace(
         _of_values(config, policy), model_path=reward_path(config), layout=config.reward_layout
     )
 
 
 def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:
-    """The policy's with a value head in the place of what only a policy has."""
+    """Returns the policy's settings with a value head instead of the policy's own features."""
     head, normalize = config.ds.value_head_prefix, config.reward.normalize_enable
     return dataclasses.replace(
         policy,
@@ -149,13 +150,12 @@ def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:
 
 
 def frozen_steps(config: RunConfig) -> int:
-    """Training steps at the start in which only the critic is trained."""
+    """Returns the number of training steps at the start that train only the critic."""
     return config.critic.freezing_steps + 1 if config.has_critic else 0
 
 
 def check_frozen_steps(config: RunConfig, steps: int) -> None:
-    """The critic's head start ends before the run does. Raises ValueError: the policy would never
-    be trained."""
+    """Raises ValueError if the steps that train only the critic cover the whole run."""
     if frozen_steps(config) >= steps:
         raise ValueError(
             "critic.freezing_steps must be below the number of training steps - 1, or the "
@@ -165,7 +165,7 @@ def check_frozen_steps(config: RunConfig, steps: int) -> None:
 
 
 def optimizer_updates(config: RunConfig, steps: int) -> int:
-    """Optimizer updates of ``steps`` training steps, at least 1."""
+    """Returns the optimizer updates of ``steps`` training steps, at least 1."""
     return max(
         1,
         steps
@@ -175,15 +175,15 @@ def optimizer_updates(config: RunConfig, steps: int) -> int:
 
 
 def training_steps(config: RunConfig, prompts: int) -> int:
-    """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes
-    them fewer."""
+    """Returns the number of batches of groups in the whole run. The last batch may be smaller, and
+    dynamic sampling reduces the number."""
     return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
 
 
 def probe_tolerance(config: RunConfig) -> float:
-    """That of the options; of a mixture of experts in bf16 by default more: its routers round too,
-    choose others, and then one token differs by more than a nat. Its
-    experts' checksums are of single experts."""
+    """Returns the tolerance of the options. The default for a mixture of experts in bf16 is larger:
+    its routers round too and choose other experts, so single tokens differ by more than a nat.
+    Checksums of experts cover single experts."""
     given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
     if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
         shape = read_model_shape(policy_path(config))

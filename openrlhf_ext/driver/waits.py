@@ -1,4 +1,4 @@
-"""Every wait of the driver for Ray has a deadline and says what it waited for."""
+"""Gives every wait of the driver for Ray a deadline, and a message that says what it waited for."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class DeadlineExceeded(TimeoutError):
 
 
 class Deadline:
-    """The deadline of the phase that the driver is in; phases do not nest."""
+    """The deadline of the driver's present phase; phases do not nest."""
 
     def __init__(
         self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0
     ) -> None:
-        """``guard`` is told until when the driver will have moved on; what comes between two phases
-        may take ``between_s``, and a question to an engine, with a deadline of its own, may begin
-        as a phase ends. ``of_ranks`` says how far the ranks are."""
+        """Reports to ``guard`` by when the driver will move on. The time between two phases may be
+        ``between_s``. ``question_s`` extends the reports for a call to an engine, which has its own
+        deadline and may begin as a phase ends. ``of_ranks`` returns the ranks' progress."""
         self._doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
         self.of_ranks: Callable[[], str] = str
@@ -40,8 +40,8 @@ class Deadline:
 
     @contextmanager
     def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
-        """Waits in the body may take ``seconds`` together, which ``option`` sets; ``doing`` may be
-        refined by setting it."""
+        """Limits the waits in the body to ``seconds`` in total; ``option`` sets this limit. The
+        body may refine ``doing``."""
         self._doing, self._option, self._seconds = doing, option, seconds
         self._begin()
         try:
@@ -52,8 +52,8 @@ class Deadline:
 
     @contextmanager
     def suspended(self, seconds: float, doing: str) -> Iterator[None]:
-        """The phase's deadline does not count, and then starts anew: what happens inside has
-        deadlines of its own."""
+        """Suspends the phase's deadline and restarts it afterwards: the body has its own
+        deadlines."""
         self._expect(seconds, doing)
         try:
             yield
@@ -63,7 +63,7 @@ class Deadline:
 
     @property
     def doing(self) -> str:
-        """What the waits of the phase are for."""
+        """The purpose of the phase's waits."""
         return self._doing
 
     @doing.setter
@@ -72,7 +72,7 @@ class Deadline:
         self._expect(self.remaining, doing)
 
     def progress(self, detail: str) -> None:
-        """How far the phase is, for the line of status."""
+        """Reports the phase's progress for the status line."""
         self._guard.progress(detail)
 
     def _begin(self) -> None:
@@ -84,9 +84,8 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left of the phase. Raises DeadlineExceeded; RuntimeError outside of a
-        phase;
-        KeyboardInterrupt: the run is to end."""
+        """Seconds left in the phase. Raises DeadlineExceeded; RuntimeError outside of a phase;
+        KeyboardInterrupt if the run must end."""
         self._guard.check()
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
@@ -98,8 +97,8 @@ class Deadline:
         return left
 
     def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """The results of Ray calls, in order; the first error is raised at once. ``meanwhile`` is
-        called now and then and must return soon."""
+        """Returns the results of Ray calls in order; raises the first error at once. Calls
+        ``meanwhile``, which must return soon, between polls."""
         waiting = list(refs)
         while waiting:
             pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
@@ -117,13 +116,13 @@ class RanksTimeoutError(TimeoutError):
 
 
 def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
-    """The results of a method on every rank; the first error is raised at once. ``who`` the group
-    is, in messages. Raises RanksTimeoutError."""
+    """Returns the results of a method on every rank; raises the first error at once. ``who`` names
+    the group in messages. Raises RanksTimeoutError."""
     return await_ranks(group.ask(method, **arguments), who, method, timeout_s)
 
 
 def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) -> list:
-    """The results of a method that has been called on every rank, as :func:`call_ranks`."""
+    """Returns the results of a method already called on every rank, as :func:`call_ranks` does."""
     waiting, deadline = list(refs), time.monotonic() + timeout_s
     while waiting:
         ready, waiting = ray.wait(
