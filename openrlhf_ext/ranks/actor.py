@@ -1,10 +1,10 @@
-"""What the Ray actors of all models have in common: one rank each, every RPC a collective; and
-those that train.
+"""Base classes of the Ray actors of all models: one rank each, where every RPC is a collective; and
+of those that train.
 
-They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs
-nothing. The driver imports these modules for their classes, and rank 0 says where to meet before
-the others start: what needs Megatron imports it inside of its methods, after ``load_libraries`` has
-done so while the engines start.
+The actors follow the protocol of OpenRLHF's actors but do not import OpenRLHF, which no rank needs.
+The driver imports these modules for their classes, and rank 0 finds the rendezvous address before
+the others start. So methods that need Megatron import it themselves, after ``load_libraries`` has
+imported it while the engines start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankActor:
     def __init__(
         self, world_size: int, rank: int, master_addr: str | None, master_port: int | None
     ) -> None:
-        """Puts the rendezvous into the environment; rank 0 gets no address and finds one
+        """Puts the rendezvous address into the environment; rank 0 gets none and finds one
         (``get_master_addr_port``)."""
         self.is_first_of_replica = True
         if master_addr is None or master_port is None:
@@ -58,8 +58,8 @@ class RankActor:
             "LOCAL_RANK": _local_rank(),
         }
         if interface := _interface(_own_address()):
-            # else gloo listens where the host's name leads, which Debian lets be 127.0.1.1: no
-            # other node gets there
+            # otherwise gloo listens at the address of the host's name, which Debian may map to
+            # 127.0.1.1: unreachable from other nodes
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def get_master_addr_port(self) -> tuple[str, int]:
@@ -85,8 +85,9 @@ class RankActor:
             torch.cuda.empty_cache()
 
     def for_replica(self, method: str, part: Any, *shared: Any) -> Any:
-        """Calls a method with the part of this rank's replica, and what all get. The caller fetches
-        what all ranks return, so only the first rank of a replica answers."""
+        """Calls a method with the part of this rank's replica and the shared arguments. Only the
+        first rank of a replica returns the answer, since the caller fetches the answers of all
+        ranks."""
         answer = getattr(self, method)(part, *shared)
         return answer if self.is_first_of_replica else None
 
@@ -96,8 +97,8 @@ def _own_address() -> str:
 
 
 def _interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address, or its network (127.0.0.2 is lo's); None:
-    there is none."""
+    """Returns the network interface that has an IPv4 address, or has its network (127.0.0.2 is
+    lo's); None if there is none."""
     own = ipaddress.ip_address(address)
     found = None
     for name, addresses in psutil.net_if_addrs().items():
@@ -112,22 +113,23 @@ def _interface(address: str) -> str | None:
 
 
 def _local_rank() -> str:
-    """Ray shows an actor only its own GPU, unless it was told not to."""
+    """Returns 0 unless Ray's GPU isolation is off: Ray shows an actor only its own GPU."""
     if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
         return str(ray.get_gpu_ids()[0])
     return "0"
 
 
 class TrainedActor(RankActor, Witness):
-    """In a colocated run a model is on the device while it is needed: a method begins with
-    ``reload_states`` of what it needs, and ends with ``release_model``."""
+    """An actor that trains. In a colocated run its model is on the device only while in use: a
+    method begins with ``reload_states`` for the states that it needs, and ends with
+    ``release_model``."""
 
     _writing: Future | None = None
     _writer: ThreadPoolExecutor | None = None
 
     def hold(self, model: MegatronPolicy | MegatronCritic, sleeps: bool) -> None:
-        """Call once, when the model is built; it ``sleeps`` if others need the memory
-        (``ds.enable_sleep``)."""
+        """Takes the model; call it once, when the model is built. ``sleeps``: others need its
+        memory (``ds.enable_sleep``)."""
         from openrlhf_ext.megatron.host_memory import ModelStates
 
         self._model, self.sleeps = model, sleeps
@@ -138,8 +140,8 @@ class TrainedActor(RankActor, Witness):
         self.reloads: list[Swap] = []
 
     def offload_states(self, *kinds: str) -> None:
-        """Moves states (``megatron.host_memory.KINDS``; none named: all) to host memory. Not a
-        collective."""
+        """Moves states (``megatron.host_memory.KINDS``; all if none are named) to host memory. Not
+        a collective."""
         self.offloads.append(self.states.offload(*kinds))
 
     def reload_states(self, *kinds: str) -> None:
@@ -150,7 +152,8 @@ class TrainedActor(RankActor, Witness):
             self.offload_states()
 
     def take_swaps(self) -> dict[str, float]:
-        """What moved since the last call; nothing if the model does not sleep."""
+        """Returns the size and time of all moves since the last call; empty if the model does not
+        sleep."""
         offloads, reloads = self.offloads, self.reloads
         self.offloads, self.reloads = [], []
         if not self.sleeps:
@@ -173,16 +176,16 @@ class TrainedActor(RankActor, Witness):
     # ---- resumable checkpoints
 
     def extra_state(self) -> dict[str, Any]:
-        """Plain values; rank 0's are kept."""
+        """Returns plain values for a checkpoint, which keeps rank 0's."""
         return {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Takes back what ``extra_state`` gave."""
+        """Restores the values of ``extra_state``."""
 
     def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry] | None:
-        """Writes this rank's part of the model ``name``; the files written. In the ``background``
-        it returns None as soon as the state is copied to host memory; ``has_saved`` and a receipt
-        in the folder (``write_receipt``) tell when it is written."""
+        """Writes this rank's part of the model ``name`` and returns its files. With ``background``,
+        returns None as soon as the state is copied to host memory; ``has_saved`` and a receipt in
+        the folder (``write_receipt``) report when it is written."""
         from openrlhf_ext.megatron.checkpoint import take_snapshot
 
         with phase("collecting a checkpoint"):
@@ -200,7 +203,7 @@ class TrainedActor(RankActor, Witness):
         return None
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether the last background save is written; ``wait`` makes sure that it is. Raises
+        """Returns whether the last background save is written; ``wait`` waits for it. Raises
         CheckpointError."""
         if self._writing is None:
             raise RuntimeError("has_saved() tells of a background save, and none was begun")

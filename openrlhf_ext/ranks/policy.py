@@ -1,5 +1,5 @@
-"""The Ray actor that holds one rank of the policy: forward passes, optimizer steps, its part in the
-weight sync.
+"""The Ray actor of one policy rank: forward passes, optimizer steps, and its part of the weight
+sync.
 
 Shape suffixes: N = response tokens of this replica's sequences.
 """
@@ -42,18 +42,20 @@ _FIRST_UPDATE = {
     "alignment": "first/alignment",
     "ref_kl": "first/ref_kl",
 }
-"""Metrics of the first update alone, and their names: by the later ones the weights have moved."""
+"""Metrics of the first update, and their names in its report: later updates start from moved
+weights."""
 _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01
-"""Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in
-bf16, a step of Adam is about as long as the rate, so a hundred parameters get to the next value."""
+"""Learning rate times trained parameters above which some parameters must change. Values of 0.02
+lie 1e-4 apart in bf16, and a step of Adam is about as long as the rate, so a hundred parameters
+reach the next value."""
 
 
 @dataclass(frozen=True)
 class SleepModes:
-    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and
-    ``vllm.enable_sleep``. The share that an engine takes of a policy rank's GPU is None where
-    engines have their own."""
+    """Which sides free their memory while the other works: ``ds.enable_sleep`` and
+    ``vllm.enable_sleep``. ``engine_share``: an engine's share of a policy rank's GPU, None if
+    engines have their own GPUs."""
 
     policy: bool = False
     engines: bool = False
@@ -63,8 +65,8 @@ class SleepModes:
 @dataclass
 class TrainingShard:
     """One data-parallel rank's part of every optimizer step, each with the whole step's
-    denominators; ``seed``: of random choices. ``sequences``: those of ``mini_batches``, where no
-    ``forward`` came before; None: the last one's."""
+    denominators. ``seed``: for random choices. ``sequences``: those of ``mini_batches`` if no
+    ``forward`` came before; None: those of the last ``forward``."""
 
     mini_batches: list[LossBatch]
     seed: int
@@ -93,7 +95,8 @@ class PolicyActor(TrainedActor):
         with phase("building the policy"):
             self.policy = MegatronPolicy(settings)
             self.policy.warm_up()
-            # the ranks meet in the reduction: what one waits there is not its own time
+            # the ranks synchronize in the gradient reduction: exclude the waiting time from a
+            # rank's own time
             model = self.policy.config
             model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)
             copies = {
@@ -145,8 +148,8 @@ class PolicyActor(TrainedActor):
         return {"rank": rank, **profile.finish(Path(folder) / f"step{step}_rank{rank}.json.gz")}
 
     def rank_report(self) -> RankReport:
-        """This rank's time by phase and its padding since the last report, and its memory. Not a
-        collective."""
+        """Returns this rank's time by phase and its padding since the last report, and its memory.
+        Not a collective."""
         report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
         return replace(
             report,
@@ -157,7 +160,7 @@ class PolicyActor(TrainedActor):
         )
 
     def weight_digest(self) -> str:
-        """Fingerprint of this rank's weights, and of what the optimizer updates. Not a
+        """Returns a fingerprint of this rank's weights and of the optimizer's parameters. Not a
         collective."""
         # Megatron: see ranks/actor.py
         from openrlhf_ext.megatron.step.optimizer import host_optimizers
@@ -171,9 +174,8 @@ class PolicyActor(TrainedActor):
     @phase("forward")
     @timed("logprob")
     def forward(self, batch: SequenceBatch) -> list[np.ndarray]:
-        """(N,) old log-probs and entropies of the response tokens of this replica's sequences,
-        which may be none. The replica keeps the sequences: they are what the next ``fit`` is
-        about."""
+        """Returns (N,) old log-probs and entropies of the response tokens of this replica's
+        sequences; a replica may have none. Keeps the sequences for the next ``fit``."""
         self.reload_states("parameters")
         self.batch = self._with_experts(batch)
         routed: list[SequenceBatch] | None = (
@@ -185,7 +187,7 @@ class PolicyActor(TrainedActor):
         return [plain(values_N) for values_N in values]
 
     def _with_experts(self, batch: SequenceBatch) -> SequenceBatch:
-        """The batch with the experts that its references say. Raises ValueError: they are of
+        """Returns the batch with the experts of its references. Raises ValueError if they belong to
         another model."""
         if not batch.routed_B:
             return batch
@@ -231,9 +233,9 @@ class PolicyActor(TrainedActor):
     @phase("training")
     @timed("train")
     def fit(self, before: Fraction, after: Fraction) -> dict[str, float]:
-        """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on
-        every rank. ``before`` and ``after``: share of the run that is completed, for the
-        schedule."""
+        """Runs one optimizer step per mini-batch, ``max_epochs`` times over; returns the same
+        metrics on every rank. ``before`` and ``after``: the completed share of the run, for the
+        learning-rate schedule."""
         batch, shard = self.batch, self.shard
         if (
             batch is None
@@ -256,7 +258,7 @@ class PolicyActor(TrainedActor):
                 steps.append(
                     self._update(*mini, shard.seed, number - 1, number < len(mini_batches))
                 )
-        self.is_ahead = True  # of the version that the engines have
+        self.is_ahead = True  # of the engines' version
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         trained = sum(p.numel() for p in self._parameters if p.requires_grad)
         self.has_moved = self.has_moved or rate * trained > _VISIBLE
@@ -273,8 +275,8 @@ class PolicyActor(TrainedActor):
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
     def seen_logprobs(self) -> list[np.ndarray] | None:
-        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its
-        first update saw them, once; None but from the first rank of each replica."""
+        """Returns (N,) log-probs and entropies of the last shard's own sequences, as their first
+        update saw them; call it once. Returns None except on the first rank of each replica."""
         seen, self.seen = self.seen, None
         if seen is None:
             raise RuntimeError("seen_logprobs() is of a fit() whose shard brought its sequences")
@@ -285,8 +287,8 @@ class PolicyActor(TrainedActor):
     def _update(
         self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool
     ) -> dict[str, float]:
-        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout,
-        ``more`` follow."""
+        """Runs the optimizer step on a mini-batch. ``number`` counts the steps since the rollout;
+        ``more`` is True if others follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
         first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
         metrics = self.policy.train_step(
@@ -299,8 +301,9 @@ class PolicyActor(TrainedActor):
     @phase("weight sync")
     @timed("sync")
     def send_weights(self) -> dict[str, float]:
-        """Sends the weights to all engines and proves that they sample from them. Raises
-        EnginesAtFault on every rank; the call can be repeated when these have been replaced."""
+        """Sends the weights to all engines and checks that they sample from them. Raises
+        EnginesAtFault on every rank; the call can be repeated after these engines have been
+        replaced."""
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1, self.has_moved)
         self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
@@ -322,20 +325,20 @@ class PolicyActor(TrainedActor):
         return {"weight_sync/probe_diff": gauge, "weight_sync/version": float(self.version)}
 
     def _make_room(self) -> None:
-        """Colocated engines need their KV caches for the probe, and right afterwards for the next
-        rollouts."""
+        """Frees memory for colocated engines, which need their KV caches for the probe and right
+        afterwards for the next rollouts."""
         if self.sleeps:
             self.offload_states()
             dist.barrier()
 
     @phase("connecting new engines")
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
-        """Those at the positions ``fresh`` get the present weights."""
+        """Connects other engines; those at the positions ``fresh`` get the present weights."""
         self.publisher.replace_engines(engines)
         if fresh:
             self.reload_states("parameters")
             self.publisher.bring_up_to_date(fresh, self.version + self.is_ahead)
-            self.release_model()  # engines are replaced while they have the memory
+            self.release_model()  # engines are replaced while the memory is theirs
 
     # ---- resumable checkpoints (TrainedActor)
 
@@ -343,15 +346,15 @@ class PolicyActor(TrainedActor):
         return {"version": self.version}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """The sync that follows a load sends the weights of the saved version, which the requests'
-        seeds depend on."""
+        """Restores the version. The sync that follows a load sends the weights of the saved
+        version, which the requests' seeds depend on."""
         self.version, self.is_ahead, self.has_moved = extra["version"] - 1, True, False
 
 
 def _mini_batches(
     batch: SequenceBatch, shard: TrainingShard
 ) -> Iterator[tuple[SequenceBatch, LossBatch]]:
-    """A replica's part of each optimizer step: its rows lie one step behind the other."""
+    """Yields a replica's part of each optimizer step; the rows of the steps follow each other."""
     first = 0
     for shaped in shard.mini_batches:
         yield batch.select(slice(first, first + len(shaped))), shaped
@@ -359,8 +362,8 @@ def _mini_batches(
 
 
 def require_no_advantages(shaped: LossBatch, device: torch.device) -> None:
-    """Raises NoGradientError, on every rank: the mini-batch has advantages, and yet adapters got a
-    gradient of exactly zero, as where they are cut off from the loss. A collective."""
+    """Raises NoGradientError on every rank if the mini-batch has advantages but the adapters'
+    gradient is exactly zero, which shows that they do not reach the loss. A collective."""
     from openrlhf_ext.megatron.step.optimizer import NoGradientError  # Megatron: see ranks/actor.py
     from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 
@@ -375,12 +378,12 @@ def require_no_advantages(shaped: LossBatch, device: torch.device) -> None:
 def reselected(
     policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int
 ) -> LossBatch:
-    """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the
-    current policy.
+    """Returns a replica's part of a mini-batch with its tokens selected again, if the algorithm
+    selects by the current policy.
 
-    The driver chooses tokens with the old log-probs, which are those of the current policy in the
-    first update after a rollout (``update`` 0) only. Before each later one the ranks compute the
-    log-probs of their parts again and choose together: they add up a few sums and counts, no rank
+    The driver selects tokens with the old log-probs. They are those of the current policy only in
+    the first update after a rollout (``update`` 0). Before each later update the ranks compute the
+    log-probs of their parts again and select together: they sum a few sums and counts, and no rank
     sees another's tokens. A collective; random choices are the same on all ranks.
     """
     # Megatron: see ranks/actor.py

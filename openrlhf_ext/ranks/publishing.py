@@ -1,9 +1,9 @@
-"""One policy rank's part in handing the weights to the rollout engines; rank 0 calls these.
+"""Sends the weights from the policy's ranks to the rollout engines; rank 0 calls the engines.
 
 The tensors leave in streams, each from the first of the ranks that hold it (`Ownership.streams`).
-Either these all see the sender's staging buffers, and every rank copies its own part of a bucket to
-its place; or every rank sends its part to that one as one message. The next bucket is put together
-while the one before is under way to the engines.
+If these ranks all see the sender's staging buffers, every rank copies its own part of a bucket to
+its place; otherwise every rank sends its part to the sender as one message. The next bucket is
+assembled while the last one is under way to the engines.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``,
-    tokens that both sides score to a ``tolerance`` in nats. ``travels``: the form in which adapters
-    reach engines of a ``dtype``."""
+    """How weights reach engines of ``workers`` workers each, and how the sync is checked: both
+    sides score the tokens of ``probe`` and must agree to ``tolerance`` nats. ``travels``: the form
+    in which adapters reach the engines, whose type is ``dtype``."""
 
     transport: str
     workers: int
@@ -52,8 +52,8 @@ class SyncSettings:
 
 
 class WeightPublisher:
-    """Sends one policy's weights by one ``plan``; every public method is a collective and raises on
-    all ranks or none."""
+    """Sends one policy's weights with one ``plan``. Every public method is a collective and raises
+    on all ranks or none."""
 
     def __init__(
         self, policy: MegatronPolicy, settings: SyncSettings, engines: Sequence[Any]
@@ -83,10 +83,10 @@ class WeightPublisher:
         self._connect(self._sender)
 
     def publish(self, version: int, trained: bool) -> SendReport | None:
-        """Replace the weights of all engines; the report on rank 0, None elsewhere. They were
-        ``trained`` if since the last update there were steps long enough to move some parameter.
-        Raises WeightSyncMismatch: an engine does not hold what was sent, or not a bit has changed
-        although it should; EnginesAtFault; WeightSyncError: engines refuse to generate until an
+        """Replaces the weights of all engines; returns the report on rank 0, None elsewhere.
+        ``trained``: steps since the last update were long enough to move some parameter. Raises
+        WeightSyncMismatch if an engine does not hold the sent weights, or if no bit has changed
+        although ``trained``; EnginesAtFault; WeightSyncError: engines refuse to generate until an
         update arrives."""
         if not self._sender.connected:
             self._connect(self._sender)
@@ -95,13 +95,13 @@ class WeightPublisher:
         )
 
     def replace_engines(self, engines: Sequence[Any]) -> None:
-        """Go on with other engines, which are connected by the next `publish`."""
+        """Switches to other engines; the next `publish` connects them."""
         self._sender.close()
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
-        """Give the present weights to these engines, and prove it; EnginesAtFault has positions
+        """Sends the present weights to these engines and checks them; EnginesAtFault has positions
         among all engines."""
         sender = self._make_sender([self._engines[i] for i in fresh])
         try:
@@ -120,13 +120,13 @@ class WeightPublisher:
         before_asking: Callable[[], None] = lambda: None,
         wake: bool = False,
     ) -> float:
-        """Compare the engines' log-probs of the probe with the policy's: `check_sync`, nats; 0 on
-        ranks other than 0.
+        """Compares the engines' log-probs of the probe with the policy's: returns `check_sync`,
+        nats; 0 on ranks other than 0.
 
-        What the first call finds, when engines have the weights that they read from the disk, is
-        the baseline of the later ones (`limit_of_probe`). ``before_asking`` is called on every rank
-        when the policy's own log-probs are there; engines that sleep are woken up by ``wake``.
-        Raises WeightSyncMismatch; EnginesAtFault with positions among those asked (``which``).
+        The first call, when engines have the weights from disk, sets the baseline of the later ones
+        (`limit_of_probe`). Calls ``before_asking`` on every rank once the policy's own log-probs
+        are computed; ``wake`` wakes sleeping engines. Raises WeightSyncMismatch; EnginesAtFault
+        with positions among the engines of ``which``.
         """
         settings = self._settings
         tokens, tolerance, timeout_s = (
@@ -139,7 +139,7 @@ class WeightPublisher:
         counted = self._policy.schedule.take_count()
         with trained.as_in_engines(settings.travels, dtype, version):
             ours = self._policy.logprobs(row, temperature=1.0).logprobs_N
-        # without the probe, which a run that goes on has once more
+        # do not count the probe: a resumed run runs it once more
         self._policy.schedule.counted = counted
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
@@ -199,7 +199,7 @@ class WeightPublisher:
             def finish() -> SendReport:
                 if (failure := _decisive(errors)) is not None:
                     sender.explain(failure)
-                # of numbers of which one rank has each, and the others 0
+                # one rank has each number, and the others have 0
                 report = sender.finish(version, [sum(column) for column in zip(*sums, strict=True)])
                 check(report)
                 return report
@@ -222,14 +222,14 @@ class WeightPublisher:
         parts = self._parts[bucket.index]
         targets = None if content is None else [slot.view(content) for slot in bucket.slots]
         if not self._staging.shared:
-            self._gate.next()  # nobody sends before the stream's sender receives
+            self._gate.next()  # no rank sends before the stream's sender receives
             self._exporter.gather(parts, targets)
         elif targets is not None:
             self._exporter.write(parts, targets)
 
     def _together(self, function: Callable[[], Any], everywhere: bool = False) -> list[Any]:
-        """What the function returns on every rank; None where it does not run. If it fails on any
-        rank, every rank raises."""
+        """Runs the function on rank 0, or ``everywhere``; returns every rank's result, None where
+        it does not run. If it fails on any rank, every rank raises."""
         results, errors = self._outcomes(function, everywhere)
         if (failure := _decisive(errors)) is not None:
             raise failure
@@ -238,9 +238,9 @@ class WeightPublisher:
     def _outcomes(
         self, function: Callable[[], Any], everywhere: bool
     ) -> tuple[list[Any], list[Exception | None]]:
-        """Run on rank 0, or on all: every rank's result and error. Ranks that have nothing to do do
-        not wait in a
-        collective: on a GPU that would take computing time from an engine that shares it."""
+        """Runs the function on rank 0, or on all ranks; returns every rank's result and error. Idle
+        ranks do not wait in a collective: on a GPU that would take computing time from an engine
+        that shares it."""
         result, error = None, None
         if everywhere or dist.get_rank() == 0:
             try:
@@ -271,7 +271,7 @@ def _closed_on_failure(sender: WeightSender) -> Iterator[None]:
 
 
 def _decisive(errors: Sequence[Exception | None]) -> Exception | None:
-    """The first error that is not what others see of it."""
+    """Returns the first root cause; errors that only report another's failure come last."""
     found = [error for error in errors if error is not None]
     return next(
         (error for error in found if not isinstance(error, WeightTransferFailed)),
@@ -282,6 +282,6 @@ def _decisive(errors: Sequence[Exception | None]) -> Exception | None:
 def _portable(error: Exception | None) -> Exception | None:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # the type cannot be pickled: its text can
+    except Exception:  # pickle the text of a type that cannot be pickled
         return WeightSyncError(f"{type(error).__name__}: {error}")
     return error

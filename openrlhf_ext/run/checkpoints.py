@@ -1,10 +1,10 @@
-"""The folders of a run, its checkpoints while it trains, and going on from one: the ranks write
-their parts, whoever leads the run adds its own (the driver, or rank 0 where there is none).
+"""The folders of a run, its checkpoints, and resuming from one. The ranks write their parts; the
+leader adds its own (the driver, or rank 0 if there is none).
 
-policy/, critic/ (model/): what ``megatron.checkpoint`` writes; controller.json: the state of who
-leads (place in the data, prompts in flight, KL coefficient, random states, ...);
-groups.safetensors: tokens and log-probs of the groups that are finished and not trained;
-config.yaml; manifest.json: size and SHA-256 of all of these.
+policy/, critic/ (model/): written by ``megatron.checkpoint``; controller.json: the leader's state
+(place in the data, prompts in flight, KL coefficient, random states, ...); groups.safetensors:
+tokens and log-probs of finished groups that are not trained; config.yaml; manifest.json: size and
+SHA-256 of all of these.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "controller.json"
 GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
-# options whose change between two parts of a run says nothing about the training
+# options that may change between two parts of a run without an effect on the training
 _IMMATERIAL = (
     "ckpt.",
     "logger.",
@@ -62,15 +62,15 @@ _IMMATERIAL = (
     "ds.adam_offload",
 )
 
-# of files whose checksums are compared before ranks, which share the reading, are there
+# size up to which checksums are compared before the ranks, which share the reading, are there
 _READ_BYTES = 64 << 20
 
 Arrays = dict[str, np.ndarray]
 State = tuple[dict[str, Any], Arrays]
-"""Of who leads a run: plain values, and arrays by name."""
+"""The leader's state: plain values, and arrays by name."""
 Call = Callable[..., list]
-"""``call(method, timeout_s, **arguments)``: what a method returns on every rank of a group; raises
-what one raised."""
+"""``call(method, timeout_s, **arguments)`` returns a method's results on every rank of a group;
+raises a rank's error."""
 
 
 # ---- folders
@@ -84,10 +84,10 @@ def checkpoint_store(config: TrainedConfig) -> CheckpointStore:
 
 @contextmanager
 def own_folders(config: TrainedConfig) -> Iterator[None]:
-    """Holds the locks of everything that the run writes into and moves aside, restarts included.
-    Nothing half-written is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run,
-    and no final model unless the run goes on. Raises ConfigError: another run has one of the
-    folders, or one cannot be changed."""
+    """Holds the locks of every folder that the run writes into or moves aside, restarts included.
+    Removes half-written files; without ``ckpt.load_enable`` moves checkpoints of an earlier run
+    aside, and a final model unless the run resumes. Raises ConfigError if another run holds a
+    folder, or if one cannot be changed."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
         for folder, options in _folders(config).values():
@@ -121,7 +121,8 @@ def own_folders(config: TrainedConfig) -> Iterator[None]:
 
 
 def _make_ready(config: TrainedConfig, store: CheckpointStore) -> None:
-    """A run that goes on replaces its own final model."""
+    """Cleans the folders and moves an earlier run's results aside; a resumed run replaces its own
+    final model."""
     _finish_interrupted(config, store)
     goes_on, moved = config.ckpt.load_enable, "%s holds %s of an earlier run%s: moved to %s"
     if not goes_on and (aside := store.set_aside_all()) is not None:
@@ -133,7 +134,7 @@ def _make_ready(config: TrainedConfig, store: CheckpointStore) -> None:
 
 
 def _folders(config: TrainedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
-    """By the folders, links resolved: as they are named, and the options that name them."""
+    """Returns, by resolved folder, the folder as named and the options that name it."""
     named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
     if config.logger.metrics_path is not None:
         named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
@@ -145,9 +146,8 @@ def _folders(config: TrainedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
 
 
 def check_shared_folders(config: TrainedConfig, call: Call, timeout_s: float) -> None:
-    """What the run will write can be seen by all that must: said at the start, not when the last
-    weights are lost. Raises CheckpointError: a folder here is not the one that the ranks see under
-    its name."""
+    """Checks at the start that all ranks see the run's folders, so that no final weights are lost.
+    Raises CheckpointError if a folder here is not the one that the ranks see under its name."""
     folders = {"ckpt.output_dir": config.ckpt.output_dir}
     if config.ckpt.saves or config.ckpt.load_enable:
         folders["ckpt.path"] = config.ckpt.path
@@ -155,7 +155,7 @@ def check_shared_folders(config: TrainedConfig, call: Call, timeout_s: float) ->
         Path(folder).mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
             seen = call("sees", timeout_s, path=file.name)
-        # Hugging Face checkpoints are written by rank 0, the others by all
+        # rank 0 writes Hugging Face checkpoints, all ranks write the others
         blind = [
             rank
             for rank, sees in enumerate(seen)
@@ -169,8 +169,8 @@ def check_shared_folders(config: TrainedConfig, call: Call, timeout_s: float) ->
 
 
 def clean_up(config: RunConfig) -> None:
-    """Leaves nothing half-written; call it when every process of an attempt has ended, or before
-    the first starts."""
+    """Removes half-written files; call it when every process of an attempt has ended, or before the
+    first starts."""
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
@@ -194,7 +194,7 @@ def _finish_interrupted(config: TrainedConfig, store: CheckpointStore) -> None:
 
 
 def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
-    """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises
+    """Writes a group's model in Hugging Face form; ``option`` names the folder. Raises
     CheckpointError if rank 0 wrote to storage that is not seen here, RanksTimeoutError."""
     check_held()
     sizes, *_ = call("save_model", timeout_s, path=path)
@@ -208,8 +208,8 @@ def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> 
 
 @dataclass
 class _Pending:
-    """A checkpoint that the ranks are still writing; ``best``: the coming ``best.json`` if it is
-    one of the best."""
+    """A checkpoint that the ranks are still writing; ``best``: the next ``best.json`` if the
+    checkpoint is one of the best."""
 
     step: int
     started: float
@@ -217,9 +217,9 @@ class _Pending:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the
-    policy's; ``data``: the fingerprint of the run's, by what it is called. ``best``: the metric
-    whose best checkpoints are kept, and how many.
+    """Writes the checkpoints of one run. ``groups``: the trained groups, the policy's first;
+    ``data``: the fingerprints of the run's data by name; ``best``: the metric whose best
+    checkpoints are kept, and their number.
     """
 
     def __init__(
@@ -255,9 +255,8 @@ class Checkpointer:
         state: Callable[[], State],
         record: Mapping[str, float] | None = None,
     ) -> None:
-        """Saves if the step is due, or if the evaluation of its weights, if there was one, is among
-        the best so far; ``state`` is called only then. ``record``: the step's own metrics, by which
-        steps that are due are compared."""
+        """Saves if the step is due, or if its evaluation is among the best so far; calls ``state``
+        only then. ``record``: the step's own metrics, which compare steps that are due."""
         self.finish(wait=False)
         is_due = self.ckpt.save_steps != -1 and step % self.ckpt.save_steps == 0
         best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})
@@ -265,13 +264,13 @@ class Checkpointer:
             self.save(step, *state(), best=best)
 
     def _best_with(self, step: int, measured: Mapping[str, float]) -> dict[str, Any] | None:
-        """What ``best.json`` will hold, if this step is one of the best that are kept."""
+        """Returns the next ``best.json`` if this step is one of the best that are kept."""
         name, number = self.best
         if not name or name not in measured:
             return None
         pending = None if self._pending is None else self._pending.best
         before, value = best_of(pending or self.store.best(), name), float(measured[name])
-        # of equals the earlier one; a step that is made again takes its own place
+        # prefer the earlier of equal steps; a repeated step replaces itself
         kept = [pair for pair in before if pair[0] != step]
         kept = sorted([*kept, (step, value)], key=lambda pair: (-pair[1], pair[0]))[:number]
         return best_content(name, kept) if (step, value) in kept else None
@@ -279,7 +278,7 @@ class Checkpointer:
     def save(
         self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None = None
     ) -> None:
-        """Writes the checkpoint of a step, in the forms that are asked for."""
+        """Writes the checkpoint of a step in the configured forms."""
         if not self.ckpt.disable_ds:
             self._save_resumable(step, state, arrays, best, self.background)
         if self.ckpt.save_hf:
@@ -290,9 +289,8 @@ class Checkpointer:
         self.store.rotate()
 
     def save_before_the_end(self, state: State, timeout_s: float) -> None:
-        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written
-        afterwards. Raises
-        RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds."""
+        """Ensures a checkpoint of the step of ``state``; writes nothing afterwards. Raises
+        RanksTimeoutError if the ranks need more than ``timeout_s`` seconds."""
         step, self.timeout_s = state[0]["step"], timeout_s
         if self.ckpt.disable_ds:
             logger.warning("no checkpoint is written: ckpt.disable_ds is set")
@@ -344,8 +342,7 @@ class Checkpointer:
         self._announce(pending, manifest)
 
     def poll(self) -> None:
-        """Completes a checkpoint that was written in the background, if it is there; asks
-        nobody."""
+        """Completes a background checkpoint if all of it is written; does not call the ranks."""
         if (
             self._pending is not None
             and (manifest := self.store.complete(self._pending.step)) is not None
@@ -353,8 +350,8 @@ class Checkpointer:
             self._announce(self._pending, manifest)
 
     def finish(self, wait: bool = True) -> None:
-        """Completes a checkpoint that is being written in the background, without ``wait`` only if
-        all ranks are done; either way it is an error if one could not write."""
+        """Completes a background checkpoint; without ``wait`` only if all ranks are done. Raises if
+        a rank could not write."""
         self.poll()
         pending = self._pending
         if pending is None:
@@ -374,8 +371,8 @@ class Checkpointer:
         self.poll()
 
     def go_back(self, why: str) -> Resumed:
-        """Loads the newest checkpoint into the ranks again. Raises CheckpointError: there is none,
-        or as `restore`."""
+        """Loads the newest checkpoint into the ranks again. Raises CheckpointError if there is
+        none, or as `restore` does."""
         self.finish()
         there = self.store.checkpoints()
         if (
@@ -389,7 +386,7 @@ class Checkpointer:
         return resumed
 
     def _announce(self, pending: _Pending, manifest: Manifest) -> None:
-        """What follows when a checkpoint is complete."""
+        """Marks a complete checkpoint if it is one of the best, rotates, and logs it."""
         self._pending = None
         is_best = {}
         if pending.best is not None:
@@ -415,14 +412,16 @@ class Checkpointer:
 
 
 def plain_options(config: Configuration) -> dict[str, str]:
-    """Every option that is not a secret, as text by its name, without passwords of addresses."""
+    """Returns every option that is not a secret, as text by its name; addresses have no
+    passwords."""
     names = [name for name, option in table_of(type(config)).items() if not option.info.secret]
     return {name: redact(repr(value_of(config, name))) for name in names}
 
 
 def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The options that differ from those of the run that wrote the checkpoint, with both values."""
-    # an earlier release wrote passwords down
+    """Returns the options that differ from those of the run that wrote the checkpoint, with both
+    values."""
+    # an earlier release stored passwords
     before = {name: redact(value) for name, value in before.items()}
     names = [
         n
@@ -433,7 +432,7 @@ def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides the numbers of a run."""
+    """Returns the versions of the code that determines a run's numbers."""
     return {
         "openrlhf_ext": code_version(),
         **{name: version(name) for name in ("torch", "megatron-core", "safetensors")},
@@ -442,17 +441,17 @@ def _versions() -> dict[str, str]:
 
 def report_other_code(before: Mapping[str, Any]) -> None:
     """Logs versions that differ from those that wrote the checkpoint; earlier releases did not
-    write all of them."""
+    store all of them."""
     for name, now in _versions().items():
         if before.get(name) not in (None, now):
             logger.warning("resuming with other code: %s %s, it was %s", name, now, before[name])
 
 
-# ---- going on
+# ---- resuming
 
 
 def resumption(config: TrainedConfig) -> str:
-    """How a user goes on with a run that has ended early."""
+    """Returns how a user resumes a run that has ended early."""
     if said := displaced():
         return said
     newest = checkpoint_store(config).checkpoints()[-1:]
@@ -463,7 +462,7 @@ def resumption(config: TrainedConfig) -> str:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that this run goes on from, with the state of who led the run."""
+    """The checkpoint that this run resumes from, with the leader's state."""
 
     folder: Path
     step: int
@@ -478,8 +477,8 @@ def restore(
     timeout_s: float,
     events: EventLog,
 ) -> Resumed | None:
-    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is
-    one. ``data`` as of ``Checkpointer``. Raises CheckpointError: it is damaged (and
+    """Loads the newest checkpoint into the ranks if ``ckpt.load_enable`` is set and there is one.
+    ``data`` is as in ``Checkpointer``. Raises CheckpointError if it is damaged (and
     ``ckpt.fallback_enable`` is off, or no other is good), or does not fit."""
     resumed = _restored(config, groups, data, timeout_s) if config.ckpt.load_enable else None
     events.repeat_from(0 if resumed is None else resumed.step)
@@ -522,9 +521,8 @@ def _restored(
 
 
 def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback: bool) -> Path:
-    """The newest checkpoint whose files are all as they were written; the ranks share the reading.
-    Raises
-    CheckpointError: the newest one is damaged and ``fallback`` is off, or all are."""
+    """Returns the newest undamaged checkpoint; the ranks share the reading. Raises CheckpointError
+    if the newest one is damaged and ``fallback`` is off, or if all are."""
     damaged = []
     for folder in reversed(store.checkpoints()):
         problems = _problems(folder, call, timeout_s)
@@ -574,8 +572,8 @@ def _state_faults(
     groups: Iterable[str],
     changed: Sequence[str],
 ) -> Iterator[str]:
-    """Why a run with these ``groups``, ``data`` and ``changed_options`` cannot go on from a
-    checkpoint."""
+    """Yields why a run with these ``groups``, ``data``, and ``changed_options`` cannot resume from
+    a checkpoint."""
     of_data = [line for line in changed if line.startswith("data.")]
     if other := [what for what, fingerprint in data.items() if state.get(what) != fingerprint]:
         yield (
@@ -599,13 +597,11 @@ def check_resume(
     models: Mapping[str, Mapping[str, Any]],
     data: Mapping[str, str],
 ) -> list[str]:
-    """What going on comes to, as lines, before anything has started: by files alone, of which large
-    ones are not read.
+    """Returns lines on what a resume would do, before any process starts; reads only small files.
 
-    ``models``: what a checkpoint has to say of each that is trained (``model_faults``), empty for
-    one that is not here;
-    ``data``: as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists
-    everything that going on would refuse.
+    ``models``: what a checkpoint must hold of each trained model (``model_faults``), empty for a
+    model that is not on this machine; ``data``: as in ``Checkpointer``, empty if it is not on this
+    machine. Raises ConfigError, which lists all reasons against a resume.
     """
     store = checkpoint_store(config)
     if not config.ckpt.load_enable or not store.checkpoints():
@@ -632,7 +628,7 @@ def check_resume(
 
 
 def _check_here(_: str, __: float, *, folder: str) -> list[list[str]]:
-    """``check_checkpoint`` without ranks."""
+    """Checks a checkpoint without ranks, as their ``check_checkpoint`` does."""
     return [check_files(Path(folder), read_manifest(Path(folder)).files, _READ_BYTES)]
 
 

@@ -1,4 +1,4 @@
-"""Which steps are accepted: ``train.rollback_on``."""
+"""Decides which steps to accept: ``train.rollback_on``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _JUDGED_BY, _ENOUGH_STEPS, _MOST_ROLLBACKS = 20, 5, 3
 
 
 class StepJudge:
-    """Accepts steps before the engines get their weights (``train.rollback_on``), or says ``why``
-    not; counts ``rollbacks``. A step spikes if the norm of the policy's gradient before clipping,
-    mean over its updates, is above ``train.spike_factor`` times the median of ``norms``: of the
-    last 20 accepted steps that had a gradient, if they are at least five. Checkpoints hold
-    these."""
+    """Accepts or rejects steps before the engines get their weights (``train.rollback_on``).
+    ``why`` is the reason of a rejection; ``rollbacks`` counts rollbacks. A step spikes if the norm
+    of the policy's gradient before clipping, mean over its updates, is above ``train.spike_factor``
+    times the median of ``norms``, which holds those of the last 20 accepted steps that had a
+    gradient, if they are at least five. Checkpoints hold ``norms``."""
 
     def __init__(self, config: RunConfig) -> None:
         self.norms: list[float] = []
@@ -24,11 +24,11 @@ class StepJudge:
         self._on, self._factor = config.train.rollback_on or (), config.train.spike_factor
 
     def accepted(self, train: Callable[[], dict[str, float]]) -> dict[str, float] | None:
-        """The metrics of a step; None: it is to be undone."""
+        """Returns the metrics of a step, or None if the step must be undone."""
         try:
             metrics = train()
         except Exception as error:
-            cause = getattr(error, "cause", error)  # Ray says what a rank raised in this way
+            cause = getattr(error, "cause", error)  # Ray wraps a rank's error this way
             if "nan" not in self._on or not isinstance(cause, NonFiniteUpdateError):
                 raise
             self.why = str(cause)
@@ -47,7 +47,8 @@ class StepJudge:
         return metrics
 
     def count(self, step: int) -> None:
-        """A rollback to the checkpoint of a step. Raises RuntimeError: it is one too many."""
+        """Counts a rollback to the checkpoint of a step. Raises RuntimeError if it is one too
+        many."""
         self._target, self._in_a_row = step, self._in_a_row + 1 if step == self._target else 1
         self.rollbacks += 1
         if self._in_a_row > _MOST_ROLLBACKS:

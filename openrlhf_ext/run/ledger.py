@@ -1,13 +1,12 @@
-"""Which prompts a run has trained, and why not the others: ledger.jsonl, a line for each step, and
-its check.
+"""The ledger of a run's prompts (ledger.jsonl): what happened to each, one line per step, and its
+audit.
 
 ``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting":
 [16, 17]}``: a prompt is its number in the order of drawing, over all episodes, with a digest of
-text and label. ``waiting`` are those drawn that no line has settled yet, so what is lost or used
-twice is found in the line where it happens. The first line, and one after each resume, says what
-the data
-is: ``episode`` is a hash of all its prompts in any order. The last line of a run that ends in order
-has ``end`` in the place of ``step``.
+text and label. ``waiting``: drawn prompts that no line has settled yet, so that the audit finds a
+lost or repeated prompt in the line where it happens. The first line, and one after each resume,
+describes the data: ``episode`` is a hash of all its prompts in any order. The last line of a run
+that ends in order has ``end`` instead of ``step``.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, run_opti
 LEDGER = "ledger.jsonl"
 USED_UP, TIME_IS_UP = "the prompts are used up", "train.max_minutes"
 REASONS = ("trained", "filtered", "late", "unstarted", "skipped", "in_flight", "queued")
-"""Where a prompt ended: ``skipped`` = with a batch that was passed over; the last two = there when
-the run ended."""
+"""Where a prompt ended: ``skipped`` = with a rejected batch; ``in_flight`` and ``queued`` = there
+when the run ended."""
 
 Entry = tuple[int, str]
 """A prompt's number and digest."""
-_MOST_LOST = 100_000  # in one line; more are damage
+_MOST_LOST = 100_000  # in one line; a larger number is damage
 _HASH = Kind(
     "16 hexadecimal digits",
     lambda v: isinstance(v, str) and len(v) == 16 and not set(v) - set(hexdigits),
@@ -52,7 +51,7 @@ _START = {
     "episode": _HASH,
 }
 
-# the option without which no prompt, and no run, ends so
+# the option that is necessary for a prompt, or the run, to end this way
 _NEEDS = {
     "filtered": "algo.dynamic_filtering_enable",
     "late": "train.late_groups",
@@ -64,7 +63,7 @@ _WITHOUT = (None, False, "train", "wait")  # values of these options
 
 
 def digest(text: str, label: Any) -> str:
-    """64 bits of a prompt, in hexadecimal; the same for a label that a checkpoint has kept as
+    """Returns 64 bits of a prompt in hexadecimal; the same for a label restored from a checkpoint's
     JSON."""
     return hashlib.blake2b(
         json.dumps([text, label], default=repr).encode(), digest_size=8
@@ -72,19 +71,19 @@ def digest(text: str, label: Any) -> str:
 
 
 def hash_of(digests: Iterable[str]) -> str:
-    """Of prompts in any order, each as often as it is there."""
+    """Returns the hash of prompts in any order; each counts as often as it occurs."""
     return f"{sum(int(each, 16) for each in digests) % 2**64:016x}"
 
 
 def open_ledger(path: Path, resume_step: int) -> JsonLines:
-    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the
-    run ended, are moved aside; 0 = all are."""
+    """Opens the ledger of one run. Moves aside the lines after ``resume_step`` and the end of an
+    earlier part; 0 = all lines."""
     return JsonLines(path, lambda line: 0 < resume_step >= step_of(line))
 
 
 class Repeats:
-    """Counts prompts that are trained more often within an episode than the data have them, as
-    where a loader begins anew. ``digests``: of all prompts; ``path``: a ledger whose steps
+    """Counts prompts that are trained more often within an episode than the data contains them, for
+    example after a loader restarts. ``digests``: of all prompts; ``path``: a ledger whose steps
     count."""
 
     def __init__(self, digests: Iterable[str], path: Path) -> None:
@@ -93,13 +92,13 @@ class Repeats:
         self.read()
 
     def read(self) -> None:
-        """Begins with what the ledger has now."""
+        """Starts from the present lines of the ledger."""
         self._trained = Counter[tuple[int, str]]()
         for _, line in read_lines(self._path):
             self.add(line.get("trained", ()))
 
     def add(self, entries: Iterable[Entry]) -> int:
-        """How many of these are repeated."""
+        """Counts these prompts and returns how many are repeated."""
         repeated = 0
         for number, of in entries:
             self._trained[number // self._size, of] += 1
@@ -108,12 +107,12 @@ class Repeats:
 
 
 class Audit:
-    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that
-    are not the data, and what the options in events.jsonl do not allow; empty = it holds.
-    ``counts``: of prompts by reason; ``waiting``:
-    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order;
-    ``proved``: episodes that are all prompts of the data, each once; ``since``: the step from which
-    on it accounts. Raises InputError: there is no ledger, or it is damaged."""
+    """The audit of a ledger. ``faults``: lost, repeated, or unknown prompts, episodes that differ
+    from the data, and reasons that the options in events.jsonl do not allow; empty = the ledger
+    holds. ``counts``: prompts by reason; ``waiting``: prompts drawn and not settled; ``end``: why
+    the run ended, None = it goes on, or did not end in order; ``proved``: episodes that contain all
+    prompts of the data, each once; ``since``: the first step that the ledger covers. Raises
+    InputError if there is no ledger, or it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.faults, self.counts, self.waiting = list[str](), Counter[str](), set[int]()
@@ -146,7 +145,7 @@ class Audit:
 
     @property
     def lines(self) -> list[str]:
-        """What it comes to, in words; the verdict first."""
+        """The result as text; the verdict first."""
         look = (
             "look at events.jsonl and the log around their steps (resumes, replaced engines, "
             "dropped groups)"
@@ -236,7 +235,7 @@ class Audit:
                 f"a start at step {step} follows step {self.step}; lines are missing or there twice"
             )
             raise InputError(f"{where}: {said}")
-        if not self._data:  # at another step than 0 a release without a ledger made those before
+        if not self._data:  # step > 0: an earlier release without a ledger made the others
             self.since, self.waiting, self.drawn = step, set(line["waiting"]), line["drawn"]
         elif any(line[key] != self._data[key] for key in ("prompts", "episode")):
             self.faults.append(f"the run went on from step {step} with other data")
@@ -295,13 +294,13 @@ class Audit:
                 f"went on at another place{_some(', resumed from step ', starts)}"
                 f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
             )
-        # who goes on with fewer may be beyond them
+        # a resume with fewer episodes may already be beyond them
         if self.end == USED_UP and self.drawn != max(due, *self._starts):
             self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
 
 
 def _some(before: str, numbers: list[int]) -> str:
-    """The first of them, behind ``before``; nothing if there are none."""
+    """Returns ``before`` and the first numbers; empty if there are none."""
     return (
         f"{before}{', '.join(map(str, numbers[:20]))}{', ...' * (len(numbers) > 20)}"
         if numbers

@@ -1,5 +1,5 @@
-"""How a step is written down: metrics.jsonl, a line of progress, the figure; and what the first
-event of a run says."""
+"""Writes the record of a step (metrics.jsonl, a line of progress, the figure), and builds the first
+event of a run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 _FIGURE_EVERY_S = 10.0
 _DROPPED = ("filtered", "late", "unstarted", "skipped")
-# names that losses use -> documented names
+# names in losses -> documented names
 _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
 def about(config: TrainedConfig, **layout: int) -> dict[str, Any]:
-    """What the first event of a run says: options without secrets, versions, this machine, layout,
-    resume step."""
+    """Returns the facts of a run's first event: options without secrets, versions, this machine,
+    layout, resume step."""
     steps = (
         [step_of(folder) for folder in checkpoint_store(config).checkpoints()]
         if config.ckpt.load_enable
@@ -62,9 +62,9 @@ def about(config: TrainedConfig, **layout: int) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes the records of one run. The figure is redrawn by a background thread at most every ten
-    seconds. Records of steps after ``resume_step`` are of a run that is being repeated, and are
-    moved aside; 0 = all are."""
+    """Writes the records of one run. A background thread redraws the figure at most every ten
+    seconds. Records after ``resume_step`` belong to steps that the run repeats, and are moved
+    aside; 0 = all are."""
 
     columns: Sequence[Any] = COLUMNS
     panels: Sequence[Panel] = PANELS
@@ -95,7 +95,7 @@ class Recorder:
         self._drawn_at = 0.0
 
     def write(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
-        """Writes and shows the record of one step, and returns it."""
+        """Writes and shows the record of one step; returns the written record."""
         written = self.writer.write(step, record)
         self.progress.show(step, record)
         for lost in lost_outputs():
@@ -105,7 +105,7 @@ class Recorder:
         return written
 
     def watch(self, step: int, written: Mapping[str, float]) -> None:
-        """Compares a record with the trusted runs'."""
+        """Compares a record with those of the trusted runs."""
         if self.corridor is not None:
             self.corridor.look(step, written)
 
@@ -124,8 +124,8 @@ class Recorder:
         self._drawing.start()
 
     def _draw(self) -> None:
-        """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a
-        thread."""
+        """Draws the figure; logs an error, since metrics.jsonl has the numbers and the run can go
+        on."""
         try:
             check_held()
             write_figure(self.metrics_path, self.figure_path, self.title, self.panels)
@@ -142,7 +142,7 @@ class Recorder:
 
 
 class StepRecorder(Recorder):
-    """Of a run that samples: turns what a step returned into one documented record."""
+    """The recorder of a run that samples: makes one documented record from a step's results."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class StepRecorder(Recorder):
         super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
         self.last_evaluation = self._evaluated() if resume_step else -1
-        # counts of an earlier part of a resumed run are not known: its first step says nothing
+        # a resumed run does not know the counts of its earlier part: its first step notes no drops
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
 
     def _evaluated(self) -> int:
@@ -166,8 +166,8 @@ class StepRecorder(Recorder):
         )
 
     def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
-        """The run has gone back to this step, with so many groups ``dropped`` then: later records
-        are moved aside."""
+        """Moves the records after ``step`` aside, when the run goes back to it with these counts of
+        ``dropped`` groups."""
         for lines in (self.writer, self.samples, self.events):
             lines.repeat_from(step)
         self.last_evaluation, self._dropped = (
@@ -184,8 +184,7 @@ class StepRecorder(Recorder):
         return record
 
     def _note_groups(self, record: Mapping[str, float]) -> None:
-        """Events of the groups that were dropped since the last step, and of those that were
-        trained late."""
+        """Notes the groups dropped since the last step, and those trained late, as events."""
         now = {
             name: record[f"groups/dropped_{name}"]
             for name in _DROPPED
@@ -199,7 +198,7 @@ class StepRecorder(Recorder):
             self.events.note("groups_late", count=late)
 
     def evaluation(self, step: int, logs: dict[str, float]) -> None:
-        """Writes the record of an evaluation made after ``step`` steps."""
+        """Writes the record of an evaluation after ``step`` steps."""
         self.last_evaluation = step
         self.watch(step, self.writer.write(step, logs))
         accuracy, error, samples = (
@@ -223,8 +222,8 @@ class StepRecorder(Recorder):
 def step_record(
     logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """One step under the names of docs/metrics.md, from its ``logs`` and each engine's
-    ``rollout_stats``; other numbers go under ``algorithm/``."""
+    """Returns one step's record under the names of docs/metrics.md, from its ``logs`` and each
+    engine's ``rollout_stats``; other numbers go under ``algorithm/``."""
     named = {_RENAMED.get(name, name): value for name, value in logs.items()}
     record = {
         name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()
