@@ -1,6 +1,6 @@
 """The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a
-probe. The driver imports this module for the class; vLLM is imported by the engine's own process,
-in the constructor."""
+probe. The driver imports this module for the class; the engine's own process imports vLLM in the
+constructor."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 _ANSWER_S = 5.0
-"""Time that an engine that is not stuck needs to answer a question."""
+"""Time within which an engine that is not stuck answers a short call."""
 _FIRST = -2
-"""Priority of the probe; ordinary requests have 0, and go in the order of their arrival."""
+"""Priority of the probe; ordinary requests have 0 and run in the order of their arrival."""
 
 
 class OverlapTimer:
-    """Length of the union of intervals, in seconds. Not thread-safe: one event loop, one clock."""
+    """Measures the length of the union of intervals, in seconds. Not thread-safe: one event loop,
+    one clock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -67,7 +68,7 @@ class OverlapTimer:
         return self._running
 
     def take(self) -> float:
-        """Seconds since the last `take`, an activity still going on included."""
+        """Returns the seconds since the last `take`, including an activity still in progress."""
         now = self._now()
         total = self._total + (now - self._since if self._running else 0.0)
         self._total, self._since = 0.0, now
@@ -81,10 +82,10 @@ class _Request(NamedTuple):
 
 class RolloutEngine(compat.RolloutRayActor):
     """One vLLM engine in a Ray actor: OpenRLHF's (`generate`, `pause_generation`, `sleep`, ...)
-    with groups of graded completions as flat arrays, weights by buckets, refusal to sample from
-    weights that arrived incompletely, deadlines."""
+    with groups of graded completions as flat arrays, weights by buckets, and deadlines. It refuses
+    to sample from weights that arrived incompletely."""
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it; OpenRLHF's actor has it so
+    async def __init__(  # type: ignore[misc]  # Ray awaits it, as in OpenRLHF's actor
         self,
         *args: Any,
         executor_factory: Callable[[], Any],
@@ -103,15 +104,15 @@ class RolloutEngine(compat.RolloutRayActor):
 
         Args:
             executor_factory: picklable; makes a `rewards.executor.GradedExecutor`.
-            bundle_indices, num_gpus, *args, **engine_args: as OpenRLHF's actor.
-            in_process: run the engine on a thread of this process (needs one worker per engine and
-                VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
-            bf16_layers: quantize linear layers but in these decoder layers, and prove it now and
-                after every update (`rollout.quantized`); None: quantize nothing.
-            adapter: rank and modules of those that updates bring, over the weights from the disk,
-                which stay (`adapters`); None: updates bring all weights.
-            tells_entropies: completions bring the entropy of each sampled token's distribution.
-            routed_experts: completions bring the experts that routers took
+            bundle_indices, num_gpus, *args, **engine_args: as in OpenRLHF's actor.
+            in_process: run the engine on a thread of this process instead of in its own process
+            (needs one worker per engine and VLLM_ENABLE_V1_MULTIPROCESSING=0).
+            bf16_layers: quantize all linear layers except in these decoder layers, and check that
+            now and after every update (`rollout.quantized`); None: quantize nothing.
+            adapter: rank and modules of the adapters that updates bring on top of the weights from
+            disk, which stay (`adapters`); None: updates bring all weights.
+            tells_entropies: completions include the entropy of each sampled token's distribution.
+            routed_experts: completions include the experts that routers chose
             (`Response.experts_RLK`).
         """
         answer_where()
@@ -141,7 +142,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs |= telling_experts()
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
-        # of images, which are not supported; read by OpenRLHF's `generate`
+        # for images, which are not supported; OpenRLHF's `generate` reads it
         self._mm_pad_token_ids = None
         self._request_timeout_s = request_timeout_s
         self._begin()
@@ -153,7 +154,7 @@ class RolloutEngine(compat.RolloutRayActor):
             await self.llm.collective_rpc("tell_entropies")
 
     def _begin(self) -> None:
-        """Nothing is generated, and the weights are those of the disk."""
+        """Sets the initial state: nothing is generated, and the weights are those from disk."""
         self._generating = OverlapTimer()
         self._responding = OverlapTimer()
         self._num_tokens = 0
@@ -174,10 +175,10 @@ class RolloutEngine(compat.RolloutRayActor):
         sampling_params: SamplingParams,
         multi_modal_data: Any = None,
     ) -> vllm.RequestOutput:
-        """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each
-        completion has ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine
-        tells them (`scheduler.unpack`). Raises GenerationTimeout; InvalidWeights: the weights are,
-        or became meanwhile, those of an incomplete update; EngineDied."""
+        """Returns vLLM's output, with log-probs of only the sampled tokens if any are requested.
+        Each completion has ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the
+        engine reports them (`scheduler.unpack`). Raises GenerationTimeout; InvalidWeights if the
+        weights are, or became meanwhile, those of an incomplete update; EngineDied."""
         from openrlhf_ext.rollout.scheduler import unpack
 
         self._require_valid_weights()
@@ -200,14 +201,15 @@ class RolloutEngine(compat.RolloutRayActor):
         lengths = [len(completion.token_ids) for completion in output.outputs]
         spans = self._versions.take(output.request_id, begun_with, max(lengths, default=0))
         for completion, length in zip(output.outputs, lengths, strict=True):
-            # of several completions of one request only the oldest possible version is known
+            # a request with several completions reports only the oldest possible version
             completion.weight_versions = spans if len(lengths) == 1 else [(begun_with, 0, length)]
 
     def sampling_params(
         self, sampling: Sampling, *, max_tokens: int | None, **more: Any
     ) -> SamplingParams:
-        """OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution,
-        which is then not the policy's; a completion is at least its EOS anyway."""
+        """Returns sampling parameters with `min_tokens` 0. OpenRLHF's `min_tokens` of 1 makes vLLM
+        exclude EOS from the first token's distribution, which is then not the policy's; a
+        completion has at least its EOS anyway."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -222,8 +224,8 @@ class RolloutEngine(compat.RolloutRayActor):
     async def generate_group(
         self, request: GroupRequest
     ) -> list[Response] | tuple[list[Response], list[Any]]:
-        """The graded completions. Where experts are told there are two return values: the second
-        one is ``experts_RLK`` of the completions, of which the caller needs only the reference
+        """Returns the graded completions. If the engine reports experts, returns two values: the
+        second is ``experts_RLK`` of the completions, of which the caller needs only the reference
         (`Response.experts_at`)."""
         with self._responding.running():
             responses = await self.executor.respond(request, self._tokenizer, self)
@@ -267,16 +269,17 @@ class RolloutEngine(compat.RolloutRayActor):
     # ---- weights
 
     async def discard_weights(self) -> None:
-        """Give up all memory without a copy of the weights; generation is refused until an update
-        is complete. vLLM saves the buffers (vllm 0.32.0 v1/worker/gpu_worker.py:299), which no
-        update brings. Where updates bring adapters the weights are copied to the host, with them
-        the layers' adapter: all lies in the pool that vLLM saves (gpu_worker.py:589)."""
+        """Frees all memory without a copy of the weights; refuses generation until an update is
+        complete. vLLM saves the buffers, which no update brings (vllm 0.32.0
+        v1/worker/gpu_worker.py:299). If updates bring adapters, copies the weights to the host, and
+        with them the layers' adapter: all lies in the pool that vLLM saves (gpu_worker.py:589)."""
         self._weight_error = "its weights were given up for an update, which has not come"
-        self._resumes = False  # it is woken up afterwards
+        self._resumes = False  # wake_up resumes it
         await self.sleep(level=1 if self._keeps_base else 2)
 
     async def sleep(self, level: int = 1) -> None:
-        """Raises ValueError: at level 2 an engine would lose weights that no update brings back."""
+        """Raises ValueError at level 2 if the engine would lose weights that no update brings
+        back."""
         if level == 2 and self._keeps_base:
             raise ValueError(
                 "an engine whose updates bring adapters cannot sleep at level 2: its base would "
@@ -285,8 +288,8 @@ class RolloutEngine(compat.RolloutRayActor):
         await super().sleep(level)
 
     async def wake_weights(self) -> None:
-        """Hold memory for the weights and no KV cache: what a sync needs of a colocated engine,
-        asleep or awake."""
+        """Holds memory for the weights and none for the KV cache, as a sync of a colocated engine
+        needs; works asleep or awake."""
         if not await self.llm.is_sleeping():
             await self.discard_weights()
         await self.wake_up(tags=["weights"])
@@ -295,13 +298,14 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
     async def receive_weights(self, version: int) -> Receipt:
-        """Load every tensor, then drop what the old weights left in the cache. Requests in flight
-        stand still meanwhile and go on with the new weights, from recomputed keys and values; if
-        the update does not complete (WeightSyncError), they stand still, and generation is refused,
-        until one does. If `probe_logprobs` has been asked before, the same probe is put in front of
-        them: asked after they go on, it would wait until one of them ends."""
+        """Loads every tensor, then clears the cache that the old weights computed. Requests in
+        flight pause meanwhile and continue with the new weights, from recomputed keys and values.
+        If the update does not complete (WeightSyncError), they stay paused, and generation is
+        refused, until an update completes. If `probe_logprobs` was called before, queues the same
+        probe in front of the requests: a probe queued after they resume would wait until one of
+        them ends."""
         async with self._updating:
-            if self._weight_error is None:  # else it stands still since an update that failed
+            if self._weight_error is None:  # otherwise a failed update has paused it
                 self._resumes = not await self.llm.is_paused()
             self._weight_error = f"update to version {version} is not complete"
             self._queued_probe = None
@@ -327,8 +331,8 @@ class RolloutEngine(compat.RolloutRayActor):
         return together(load_s, sums)
 
     async def _change_version(self, version: int) -> None:
-        """The engine stands still, so the counts are final: one in another process has by now
-        answered two calls, behind the tokens it sampled before."""
+        """Sets the new version. The engine is paused, so the counts are final: an engine in another
+        process has answered two calls after the tokens that it sampled before."""
         tokens = await self.sampled_tokens()
         self._weight_version = version
         if self._generating.count == 0:
@@ -336,25 +340,25 @@ class RolloutEngine(compat.RolloutRayActor):
         self._versions.change(version, tokens)
 
     async def sampled_tokens(self) -> dict[str, int]:
-        """Of every unfinished request so far, by request id."""
+        """Returns the number of tokens of every unfinished request so far, by request id."""
         if self._in_process:
             return await self.llm.count_tokens()
         return count_tokens(self.llm.output_processor)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values, those of unfinished requests included (they are
-        computed again)."""
+        """Clears all cached keys and values, including those of unfinished requests, which are
+        recomputed."""
         if not await self.llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not reset its prefix cache: blocks are still in use")
 
     async def weight_version(self) -> int:
-        """Of the weights that are being sampled from; 0 for those from the disk."""
+        """Returns the version of the weights in use; 0 for those from disk."""
         return self._weight_version
 
     async def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob of every token but the first, at temperature 1. All but the last come from a
-        computation of the whole prompt, for which vLLM does not read its prefix cache; the last one
-        is computed on top of whatever that holds, as in generation."""
+        """Returns the log-prob of every token but the first, at temperature 1. All but the last
+        come from a computation of the whole prompt, for which vLLM does not read its prefix cache.
+        The last one is computed on top of the cache, as in generation."""
         self._require_valid_weights()
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
@@ -371,8 +375,8 @@ class RolloutEngine(compat.RolloutRayActor):
     async def continuation(
         self, token_ids: Sequence[int], length: int, seed: int
     ) -> tuple[list[int], list[float]]:
-        """What the model itself says after a text, past its end too: (length,) tokens at
-        temperature 1, and log-probs."""
+        """Returns the model's own continuation of a text, past an end of sequence too: (length,)
+        tokens at temperature 1, and their log-probs."""
         said = {
             "max_tokens": length,
             "ignore_eos": True,
@@ -390,7 +394,7 @@ class RolloutEngine(compat.RolloutRayActor):
         return list(completion.token_ids), logprobs
 
     async def _queue_probe(self) -> tuple[_Request, _Request]:
-        """First what reads the prefix cache, then what fills it."""
+        """Queues the request that reads the prefix cache, then the one that fills it."""
         *prefix, final = self._probe_tokens
         greedy: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
         last = await self._add_request(
@@ -416,12 +420,12 @@ class RolloutEngine(compat.RolloutRayActor):
         if self._weight_error is not None and not self._updating.locked():
             raise InvalidWeights(f"this engine must not be sampled from: {self._weight_error}")
 
-    # ---- what the controller asks
+    # ---- calls of the controller
 
     async def rollout_stats(self) -> dict[str, Any]:
-        """Counts since the last call. generation_s: time with at least one request in progress;
-        exposed_grading_s: time in which responses were awaited and nothing was being generated;
-        reward_failures: messages of gradings that failed."""
+        """Returns counts since the last call. generation_s: time with at least one request in
+        progress; exposed_grading_s: time in which responses were pending and nothing was being
+        generated; reward_failures: messages of failed gradings."""
         generation_s, response_s = self._generating.take(), self._responding.take()
         stats = {
             "generated_tokens": self._num_tokens,
@@ -442,10 +446,10 @@ class RolloutEngine(compat.RolloutRayActor):
 
 
 def _final_only(asked: SamplingParams) -> SamplingParams:
-    """The same parameters for a request whose output is wanted once, at its end, with no
-    alternatives to its tokens. Beside a request with `logprob_token_ids`, the probe, vLLM fills the
-    columns of alternatives with token 0 at -inf (vllm 0.32.0 v1/sample/sampler.py:197), which hides
-    a sampled token 0. `logprobs=0` has no such column."""
+    """Returns the same parameters for a request with one output, at its end, and no alternatives to
+    its tokens. Beside a request with `logprob_token_ids`, the probe, vLLM fills the columns of
+    alternatives with token 0 at -inf (vllm 0.32.0 v1/sample/sampler.py:197), which hides a sampled
+    token 0. `logprobs=0` has no such column."""
     from vllm.sampling_params import RequestOutputKind
 
     from openrlhf_ext.rollout.scheduler import ask_at_end

@@ -1,4 +1,4 @@
-"""What a vLLM worker holds of the weights that it was sent: sums of their bits."""
+"""Sums the bits of the weights that a vLLM worker holds, and loads experts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, bit_sums, words
 
-vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied patches
+vllm_moe.PATCH.apply()  # in a worker that vLLM spawned, no other code has applied patches
 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:416)."""
+"""Kernels that take experts as loaded (fused_moe/oracle/unquantized.py:416)."""
 _OF_PART = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 
 
 class _Place(NamedTuple):
-    """A part of a parameter, of this shape when vLLM has loaded it, and before it processes it
-    (packs, quantizes)."""
+    """A part of a parameter; ``shape`` is its shape after vLLM has loaded it and before vLLM
+    processes it (packs, quantizes)."""
 
     module: torch.nn.Module
     parameter: str
@@ -42,26 +42,26 @@ class _Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Without a copy, but of an expert that is padded."""
+        """The part's values, without a copy unless they are a padded expert's."""
         values = self.whole[self.part]
         return values.contiguous() if len(self.part) > 1 else values
 
 
 class HeldWeights:
-    """Where a worker's model holds the tensors of a plan, to sum their bits after an update, and to
-    load the experts of a layer together.
+    """Finds where a worker's model holds the tensors of a plan, to sum their bits after an update
+    and to load the experts of a layer together.
 
-    vLLM fuses tensors into one parameter (q, k and v; gate and up; all experts of a layer), cuts
-    parameters into shards, holds keys and values several times where there are more workers than
-    heads, and pads vocabularies. What is held in the tensor's own data type and in rows is summed
-    in place; weights that vLLM quantizes, and experts that it packs or shuffles for a kernel, where
-    they will be held, once a layer has all of its tensors and before it processes them. For the
-    rest it is the sum of what arrived.
+    vLLM fuses tensors into one parameter (q, k, and v; gate and up; all experts of a layer), cuts
+    parameters into shards, holds keys and values several times if there are more workers than
+    heads, and pads vocabularies. Tensors held in their own data type and in rows are summed in
+    place. Weights that vLLM quantizes, and experts that it packs or shuffles for a kernel, are
+    summed where they will be held, once a layer has all of its tensors and before vLLM processes
+    them. For the rest, the sum covers what arrived.
     """
 
     def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
         self._tensors, self._workers = plan.tensors, workers
-        # a mixture's kernel has its router, too
+        # keep duplicates: a mixture's kernel also holds its router
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._fused = {
             part: (fused, parts.index(part), len(parts))
@@ -88,7 +88,7 @@ class HeldWeights:
         self._kept: dict[RoutedExperts, dict[str, Any]] = {}
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass an update on; sum those of its tensors that will be held in another form."""
+        """Passes an update on; sums those of its tensors that will be held in another form."""
         self._arrived.clear()
         self._before.clear()
         shapes = {name: shape for name, shape, _ in self._tensors}
@@ -100,9 +100,9 @@ class HeldWeights:
             yield name, tensor
 
     def before_reload(self) -> None:
-        """To be called before vLLM's reload, which puts other tensors into the modules: from now on
-        `together` loads experts into those that the kernel reads, where it takes them as they are
-        loaded. What pads them is 0."""
+        """Prepares for vLLM's reload, which puts other tensors into the modules; call it before.
+        Where a kernel takes experts as loaded, `together` then loads them into the tensors that it
+        reads. Padding is set to 0."""
         self._kept.clear()
         for layer in dict.fromkeys(layer for layer, _, _ in self._experts.values()):
             if getattr(layer.quant_method, "unquantized_backend", None) not in _AS_LOADED:
@@ -110,18 +110,18 @@ class HeldWeights:
             self._kept[layer] = {name: getattr(layer, name) for name in {*_OF_PART.values()}}
             config = layer.moe_config
             unpadded = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
-            if tuple(layer.w2_weight.shape[1:]) != unpadded:  # a sleep may have given it up
+            if tuple(layer.w2_weight.shape[1:]) != unpadded:  # a sleep may have freed it
                 for parameter in self._kept[layer].values():
                     parameter.data.zero_()
 
     def together(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Loads experts, and passes the rest of an update on.
 
-        An expert goes to where the kernel reads it when it comes: nothing is held twice, and vLLM,
-        which finds no tensor of the layer in the update, leaves the layer as it is. Where a kernel
-        wants them in another form, those of a layer are loaded together, all gates at once, all ups
-        and all downs. One by one, each of 18,432 would be looked up among 384 names and counted on
-        the meta device before it is copied.
+        An arriving expert goes to where the kernel reads it: nothing is held twice, and vLLM, which
+        finds no tensor of the layer in the update, leaves the layer as it is. If a kernel needs
+        another form, the experts of a layer are loaded together, all gates at once, all ups, and
+        all downs. One by one, each of 18,432 would be looked up among 384 names and counted on the
+        meta device before it is copied.
         """
         waiting: dict[tuple[RoutedExperts, str], dict[int, tuple[str, Tensor]]] = {}
         for name, tensor in stream:
@@ -139,12 +139,12 @@ class HeldWeights:
                 weights = torch.stack([found[each][1] for each in range(len(found))])
                 new = {name: getattr(layer, name) for name in {*_OF_PART.values()}}
                 _load_experts(layer, new[_OF_PART[part]].weight_loader, new, part, weights, 0)
-        for found in waiting.values():  # some of a layer's were left out: vLLM takes the others
+        for found in waiting.values():  # incomplete layers: vLLM takes the experts that arrived
             yield from found.values()
 
     def sums(self) -> list[tuple[int, int, bool]]:
-        """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's
-        order."""
+        """Returns (sum of the bits, number of entries, whether as received) of every tensor, in the
+        plan's order."""
         held = {name: self._held[name].values for name, _, _ in self._tensors if name in self._held}
         shapes = {name: shape for name, shape, _ in self._tensors}
         parts = [self._words(name, values, shapes[name]) for name, values in held.items()]
@@ -201,11 +201,11 @@ class HeldWeights:
         return changes and self._can_sum(torch.empty(place.shape, dtype=dtype), spec)
 
     def _sum_before_processing(self, module: Any) -> None:
-        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.32.0
-        model_loader/reload/layerwise.py:373 loads all tensors of a layer, then has it
-        processed.)"""
+        """Sums a layer's tensors before vLLM processes them; a layer that a reload leaves out gets
+        no sum. (vllm 0.32.0 model_loader/reload/layerwise.py:373 loads all tensors of a layer, then
+        has it processed.)"""
         method, shapes = module.quant_method, {name: shape for name, shape, _ in self._tensors}
-        # of the class: there may be an earlier plan's in its place
+        # take the class's method: the instance may hold an earlier plan's replacement
         process = type(method).process_weights_after_loading
 
         def sum_and_process(layer: torch.nn.Module) -> None:
@@ -225,7 +225,7 @@ class HeldWeights:
             return None
         if isinstance(module, VocabParallelEmbedding):
             return _rows(module, parameter, 0, module.shard_indices.num_org_elements)
-        # one tensor, of which only some rows are held several times
+        # only some rows of this tensor are held several times
         if getattr(module, "num_kv_head_replicas", 1) > 1:
             return None
         return _rows(module, parameter, 0, None)
@@ -241,9 +241,9 @@ class HeldWeights:
         return _rows(module, parameter, start, start + sizes[number])
 
     def _of_expert(self, name: str) -> _Place | None:
-        """``w13_weight`` is (experts, 2 widths, hidden), gate's rows first, ``w2_weight`` (experts,
-        hidden, width), both padded where vLLM takes more than a model has
-        (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
+        """Returns an expert's part of its layer's parameters. ``w13_weight`` is (experts, 2 widths,
+        hidden), gate's rows first; ``w2_weight`` is (experts, hidden, width); both are padded if
+        vLLM uses more than a model has (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
         if name not in self._experts:
             return None
         layer, number, part = self._experts[name]
@@ -262,13 +262,13 @@ class HeldWeights:
         )
 
     def _expert(self, name: str) -> tuple[RoutedExperts, int, str] | None:
-        """The layer, the expert's number and vLLM's word for the part, if the worker has all
-        experts of the layer."""
+        """Returns the layer, the expert's number, and vLLM's name of the part, if the worker has
+        all experts of the layer."""
         found = _EXPERT.fullmatch(name)
         layer: Any = self._modules.get(f"{found[1]}.routed_experts") if found else None
         if found is None or not isinstance(layer, RoutedExperts):
             return None
-        # of several workers each may have some; a quantization may have other names
+        # with several workers each may have some; a quantization may use other names
         if layer.local_num_experts != layer.global_num_experts or not hasattr(layer, "w13_weight"):
             return None
         parts = {
@@ -287,8 +287,8 @@ def _load_experts(
     weights: Tensor,
     number: int,
 ) -> None:
-    """By vLLM's own loader of experts, which cuts out the worker's shard: of the expert of this
-    number, or of all experts of the layer as one tensor (vllm 0.32.0
+    """Loads with vLLM's own loader of experts, which cuts out the worker's shard: of the expert
+    ``number``, or of all experts of the layer as one tensor (vllm 0.32.0
     fused_moe/routed_experts.py:778, ``full_load``)."""
     name = _OF_PART[part]
     taken = loader(
@@ -303,6 +303,6 @@ def _load_experts(
 
 
 def _rows(module: torch.nn.Module, parameter: str, start: int, stop: int | None) -> _Place:
-    """None: to its end."""
+    """Returns these rows of a parameter; ``stop`` None: to its end."""
     rows = slice(start, stop)
     return _Place(module, parameter, (rows,), tuple(getattr(module, parameter)[rows].shape))

@@ -1,11 +1,11 @@
-"""The proof that the engines sample from the policy's weights: both score the same fixed text after
+"""Checks that the engines sample from the policy's weights: both score the same fixed text after
 every weight sync.
 
-The text is what the model says itself at the start of the run: random tokens are so unlikely
-(log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in bf16. A
-policy may also leave the text while it learns, so differences of unlikely tokens count in
-proportion to their log-prob. The engine's last value is computed from its prefix cache, so that
-keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
+The model samples the text itself at the start of the run: random tokens are so unlikely (log-probs
+of -15 to -20) that two sound implementations differ there by tenths of nats in bf16. A policy may
+also move away from the text while it learns, so differences of unlikely tokens count in proportion
+to their log-prob. The engine computes its last value from its prefix cache, so that keys and values
+of older weights show too (`RolloutEngine.probe_logprobs`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from openrlhf_ext.rollout.sync.plan import WeightSyncMismatch
 logger = logging.getLogger(__name__)
 
 _GROWTH, _SLACK = 3.0, 0.25
-"""Rounding grows while a policy sharpens; and a baseline may be 0."""
+"""Rounding grows as a policy sharpens, and a baseline may be 0."""
 _LAST_TOKENS = 16
-"""Among so many the text's last token is chosen."""
+"""The text's last token is chosen among this many."""
 _UNLIKELY = 5.0
 """Differences count in full down to a log-prob of minus this, below in proportion: rounding grows
 with the number."""
 _ONE_OF_ALL = 4.0
-"""One token's rounding may be so much larger than the mean of all."""
+"""One token's rounding may be this many times the mean of all."""
 
 
 def end_of_probe(logprobs: Sequence[float]) -> int:
-    """Where to cut a sampled text: after one of the last tokens whose probability is near one half.
-    The last token alone is scored on top of the prefix cache, and one that is certain is certain
-    under any weights."""
+    """Returns where to cut a sampled text: after one of the last tokens, the one whose probability
+    is nearest one half. Only the last token is scored on top of the prefix cache, and a certain
+    token is certain under any weights."""
     first = max(0, len(logprobs) - _LAST_TOKENS)
     return 1 + min(range(first, len(logprobs)), key=lambda i: abs(math.exp(logprobs[i]) - 0.5))
 
 
 def limit_of_probe(tolerance: float, baseline: float | None) -> float:
-    """The difference above which something is odd, nats. Rounding grows with the model: at the
-    start (``baseline`` None), with the weights from the disk, any up to ``tolerance`` is taken for
-    that; later ones are expected near the baseline."""
+    """Returns the difference in nats above which a result is suspicious. Rounding grows with the
+    model: at the start (``baseline`` None), with the weights from disk, any difference up to
+    ``tolerance`` counts as rounding; later ones should be near the baseline."""
     return (
         tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
     )
@@ -52,8 +52,9 @@ def limit_of_probe(tolerance: float, baseline: float | None) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the log-probs that two models give to the same tokens, nats (`relative_difference`):
-    mean over all, that of the last one, position of the largest."""
+    """The difference between two models' log-probs of the same tokens, nats
+    (`relative_difference`): mean over all tokens, that of the last token, and position of the
+    largest."""
 
     mean: float
     last: float
@@ -61,20 +62,20 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """What is compared with a limit: the mean; or the last token's share, where that is out of
+        """The value to compare with a limit: the mean, or the last token's share if that is out of
         proportion."""
         return max(self.mean, self.last / _ONE_OF_ALL)
 
 
 def relative_difference(one_N: Tensor, other_N: Tensor) -> Difference:
-    """How far apart two models' (N,) log-probs of the same tokens are beside their rounding: in
-    full down to a log-prob of -5, below in proportion to it; infinite or NaN if one of them is not
-    finite.
+    """Returns how far two models' (N,) log-probs of the same tokens are apart relative to their
+    rounding: in full down to a log-prob of -5, below in proportion to it; infinite or NaN if one of
+    them is not finite.
 
-    bf16 keeps 8 bits of any number, so what it makes of an unlikely token's log-prob grows with
-    that. Weighed by probability instead, the difference of a policy that had left the text was that
-    of its few likeliest tokens, which reached 0.11 nats (tests/rollout/wide_model.py with other
-    prompts, update 251; 0.02 on average in this form).
+    bf16 keeps 8 bits of any number, so its rounding of an unlikely token's log-prob grows with the
+    log-prob. Weighted by probability instead, the difference of a policy that had left the text was
+    that of its few likeliest tokens, which reached 0.11 nats (tests/rollout/wide_model.py with
+    other prompts, update 251; 0.02 on average in this form).
     """
     one_N, other_N = (values.detach().double().cpu().flatten() for values in (one_N, other_N))
     share_N = (one_N - other_N).abs() / (torch.maximum(one_N, other_N).neg() / _UNLIKELY).clamp(
@@ -90,13 +91,13 @@ def check_sync(
     version: int,
     limit: float | None = None,
 ) -> float:
-    """Largest difference between the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at
-    temperature 1 and any engine's (`Difference.size`), nats.
+    """Returns the largest difference (`Difference.size`, nats) between any engine's log-probs and
+    the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at temperature 1.
 
-    Above ``limit`` (None: none) it is odd, and said; above ``tolerance`` no rounding explains it:
-    WeightSyncMismatch. The weights are proved by checksums; this finds an engine that computes
-    something else from them (another temperature, other positions), or reads keys and values of old
-    ones.
+    A difference above ``limit`` (None: none) is suspicious and logs a warning. No rounding explains
+    one above ``tolerance``: raises WeightSyncMismatch. Checksums check the weights; this finds an
+    engine that computes something else from them (another temperature, other positions), or reads
+    keys and values of old ones.
     """
     policy_N = policy_logprobs.detach().double().cpu().flatten()
     lengths = [len(engine) for engine in engine_logprobs]
@@ -109,7 +110,7 @@ def check_sync(
         for engine in engine_logprobs
     ]
     lines = _describe(policy_N.tolist(), engine_logprobs, found, tolerance)
-    if any(not difference.size <= tolerance for difference in found):  # NaN is one too
+    if any(not difference.size <= tolerance for difference in found):  # NaN counts as a mismatch
         raise WeightSyncMismatch(
             f"after weight sync {version} the rollout engines do not sample from the policy's "
             f"weights: log-probs of the probe differ by more than {tolerance:g} nats on average, "

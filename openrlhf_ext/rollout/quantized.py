@@ -1,9 +1,9 @@
-"""FP8 linear layers of vLLM's workers, and the proof that they are what was asked for.
+"""FP8 linear layers of vLLM's workers, and the check that they are as configured.
 
 On GPUs vLLM's own ``fp8_per_block`` quantizes at the start and at every reload (vllm 0.32.0
 model_executor/layers/quantization/online/fp8.py:307): fp32 scales of 128x128 of a weight and of
-1x128 of activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so
-that on CPU a quantization of our own takes its place; importing this module registers it.
+1x128 of activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so on
+CPU our own quantization replaces it; importing this module registers it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def with_quantized_layers(
     engine_args: dict[str, Any], bf16_layers: Sequence[int]
 ) -> dict[str, Any]:
-    """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from
-    0."""
-    # vLLM asks for every part of a fused projection by its own name
+    """Returns vLLM's engine arguments with FP8 linear layers in all decoder layers except
+    ``bf16_layers``, counted from 0."""
+    # vLLM looks up every part of a fused projection by its own name
     # (compressed_tensors/utils.py:61)
     ignore = {"ignore": [rf"re:.*\blayers\.{number}\." for number in bf16_layers]}
     if not current_platform.is_cpu():
@@ -55,7 +55,7 @@ def with_quantized_layers(
 
 @register_quantization_config(EMULATED)
 class EmulatedConfig(OnlineQuantizationConfig):
-    """vLLM's ``fp8_per_block`` with the emulated layers in the place of its own."""
+    """vLLM's ``fp8_per_block`` with emulated layers."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -63,7 +63,7 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> EmulatedConfig:
-        """From ``{"ignore": [names]}``, the only way past vLLM's own class
+        """Makes the config from ``{"ignore": [names]}``, the only way past vLLM's own class
         (model_loader/weight_utils.py:301)."""
         args = resolve_quantization_config(PER_BLOCK, json.loads(text))
         assert args is not None, f"vLLM knows {PER_BLOCK}"
@@ -75,11 +75,11 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
 
 class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
-    """Operands are rounded to FP8 and multiplied in fp32. Weights lie on the meta device until a
-    layer's last one has come."""
+    """Rounds operands to FP8 and multiplies them in fp32. Weights lie on the meta device until a
+    layer's last one has arrived."""
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Leaves out vLLM's choice of a kernel, which fails without AMX."""
+        """Skips vLLM's choice of a kernel, which fails without AMX."""
         super(Fp8PerBlockOnlineLinearMethod, self).create_weights(layer, *args, **kwargs)
         layer.weight_block_size = self.weight_block_size
 
@@ -92,7 +92,7 @@ class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
         layer._already_called_process_weights_after_loading = True
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(..., K) to (..., N), in the data type of x."""
+        """Maps (..., K) to (..., N), in the data type of x."""
         x_TK = quantize(x.reshape(-1, x.shape[-1]), E4M3, Grid.ROWS).values()
         w_NK = Quantized(layer.weight, layer.weight_scale_inv, Grid.TILES).values()
         y_TN = (x_TK @ w_NK.t()).to(x.dtype)
@@ -100,7 +100,7 @@ class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
 
 
 def require_fp8(model: nn.Module, bf16_layers: Sequence[int]) -> None:
-    """Looks at every linear layer of a worker's model; raises NotFP8 with names of modules,
+    """Checks every linear layer of a worker's model; raises NotFP8 with names of modules and
     kernels, and a remedy."""
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, LinearBase)
@@ -163,9 +163,10 @@ def _problem(module: Any, wanted: bool) -> str | None:
 
 
 def _quantizes_activations(kernel: Any) -> bool:
-    """Not Marlin, Humming, nor vLLM's kernel for CPUs (``CPUFp8BlockScaledMMKernel``, "W8A16")."""
+    """Returns False for Marlin, Humming, and vLLM's CPU kernel (``CPUFp8BlockScaledMMKernel``,
+    "W8A16")."""
     if isinstance(kernel, EmulatedLinear | FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        # FlashInfer's takes BF16 and quantizes it inside
+        # FlashInfer's kernel takes BF16 and quantizes it inside
         # (kernels/linear/scaled_mm/flashinfer.py:88)
         return True
     return isinstance(kernel, Fp8BlockScaledMMLinearKernel) and kernel.apply_input_quant

@@ -1,9 +1,9 @@
-"""What is asked of an engine, and what comes back: a group of graded completions as flat arrays;
-and how rollout fails.
+"""Requests to an engine and their responses, groups of graded completions as flat arrays; and the
+errors of rollout.
 
-Importable without Ray, vLLM and torch; every error survives the way through Ray with its message.
-Shape suffixes: S = tokens of a sequence, T = its completion tokens, R = its first tokens, which
-routers have seen, L = layers, K = experts of a token.
+Importable without Ray, vLLM, and torch; every error keeps its message on its way through Ray. Shape
+suffixes: S = tokens of a sequence, T = its completion tokens, R = its first tokens, which routers
+have seen, L = layers, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy as np
 Span = tuple[int, int, int]
 """(version of the weights, first token, end)"""
 SPANS_KEY = "weight_versions"
-"""Where a response carries the spans of its whole token sequence; tokens that were not sampled are
-in none."""
+"""Key of a response for the spans of its whole token sequence; they leave out tokens that were not
+sampled."""
 ROUTING_KEY = "routed_experts"
-"""Where a response carries rows of experts, of the first tokens of its whole sequence."""
+"""Key of a response for rows of experts, for the first tokens of its whole sequence."""
 
 
 class RolloutError(RuntimeError):
-    """A rollout engine cannot do what it was asked."""
+    """A rollout engine cannot do what a call requests."""
 
 
 class EngineStartError(RolloutError):
-    """An engine did not start; the message holds its own error, ``engines`` the positions among
-    those waited for."""
+    """An engine did not start. The message holds its own error; ``engines`` holds positions among
+    the engines that the caller waited for."""
 
     def __init__(self, message: str, engines: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -40,17 +40,15 @@ class EngineStartError(RolloutError):
 
 
 class EngineDied(RolloutError):
-    """The engine inside a rollout actor stopped working; the message holds its last words."""
+    """The engine inside a rollout actor stopped working; the message holds the end of its log."""
 
 
 class NotFP8(RolloutError):
-    """Linear layers of an engine do not compute in FP8 as they were asked to, or some do that
-    should not."""
+    """Linear layers of an engine that should compute in FP8 do not, or other layers do."""
 
 
 class InvalidWeights(RolloutError):
-    """A weight update did not complete, so that the engine refuses to sample until a later one
-    does."""
+    """A weight update did not complete; the engine refuses to sample until a later update does."""
 
 
 class GenerationTimeout(RolloutError):
@@ -58,13 +56,13 @@ class GenerationTimeout(RolloutError):
 
 
 class TokenVersions:
-    """Which weights each token was sampled with, when they change in the middle of requests (not in
+    """Records which weights sampled each token when they change in the middle of requests (not in
     vLLM 0.32).
 
-    At every update the engine stands still; what each unfinished request has got by then was
-    sampled with the weights before, the rest with those after. A completion's versions are spans
+    The engine is paused at every update: the tokens that an unfinished request has by then were
+    sampled with the old weights, the rest with the new ones. A completion's versions are spans
     ``(version, start, end)`` of its tokens, in order, without gaps. A request that was made but had
-    not reached vLLM when an update ended counts as begun with the weights before: its tokens may be
+    not reached vLLM when an update ended counts as begun with the old weights: its tokens may be
     younger than stated, never older.
     """
 
@@ -73,14 +71,14 @@ class TokenVersions:
         self._changes: dict[str, list[tuple[int, int]]] = {}
 
     def change(self, version: int, tokens: Mapping[str, int]) -> None:
-        """The weights are now those of ``version``; ``tokens`` so far of every unfinished request,
-        by request id."""
+        """Changes the weights to ``version``; ``tokens``: the number of tokens of every unfinished
+        request so far, by request id."""
         for request, count in tokens.items():
             self._changes.setdefault(request, []).append((count, version))
 
     def take(self, request: str, begun_with: int, num_tokens: int) -> list[Span]:
-        """Spans of a finished request that began when the weights were of version ``begun_with``;
-        forgets it."""
+        """Returns and removes the spans of a finished request that began with the weights
+        ``begun_with``."""
         spans, version, start = [], begun_with, 0
         for count, next_version in self._changes.pop(request, ()):
             if count > start:
@@ -93,8 +91,8 @@ class TokenVersions:
 
 
 def count_tokens(output_processor: Any) -> dict[str, int]:
-    """Tokens so far of every unfinished request of vLLM's output processor, by the id it was made
-    with."""
+    """Returns the tokens so far of every unfinished request of vLLM's output processor, by the id
+    of its creation."""
     return {
         state.external_req_id: state.detokenizer.num_output_tokens()
         for state in output_processor.request_states.values()
@@ -103,17 +101,17 @@ def count_tokens(output_processor: Any) -> dict[str, int]:
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed below 2**63 that is a function of these numbers: a group's of the run's seed and its
-    number, a completion's of its group's and its place, a later turn's of its completion's. A group
-    that is asked for again draws the same samples."""
+    """Returns a seed below 2**63 that is a function of these numbers: a group's seed comes from the
+    run's seed and the group's number, a completion's from its group's seed and its place, a later
+    turn's from its completion's seed. A group that is requested again draws the same samples."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled. ``max_new_tokens`` None is what ``max_len``, of prompt and
-    completion together, leaves after the prompt."""
+    """How to sample completions. ``max_new_tokens`` None: as many as the prompt leaves of
+    ``max_len``, which limits prompt and completion together."""
 
     temperature: float
     top_p: float
@@ -123,9 +121,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, of which ``samples`` graded completions are wanted; an engine makes all that it
-    is asked for, a guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed``:
-    numbers from which, with its own, that of a completion is derived; None: the engine's own random
+    """A request for ``samples`` graded completions of one prompt. An engine makes all of them; a
+    guide's engine makes the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed``:
+    numbers that give, with a completion's own number, its seed; None: the engine's own random
     numbers. ``grader``: as reward.remote_url, None = the run's."""
 
     prompt: str
@@ -145,30 +143,29 @@ class Response:
     """One completion and its grade.
 
     Attributes:
-        tokens_S: int32 prompt and completion, and for agents the observations in between.
-        logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it
-        does not tell.
-        entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None if
-        it was not asked to.
-        actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
-        versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
-        reward, score: None until a reward model has scored the batch; any other grade comes with
-        the completion.
-        truncated: cut at the length limit without end of sequence.
-        extra_logs: the reward function's own numbers, and ``reward_failed``.
-        from_guide: sampled by the guide, whose weights have no versions that count.
-        experts_RLK: uint8 or uint16 numbers of the experts that every layer's router took, in the
-            router's order, for the first R tokens of ``tokens_S``, without a hole; those of a
-            sampled token are of the weights that sampled the next one, those of what was there
-            before of the weights that saw it first. None if the engine was not asked to tell. R is
-            all tokens but the last of the completion: no router has seen that one, nor what an
-            environment wrote behind it. It is less only where an agent changed what was sampled:
-            not even the engine has seen what comes after that.
-        experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of
-            such arrays, and which of them is this completion's. They are fetched where they are
-            used.
-        receipt: what ``signed`` made of tokens and reward where the completion was graded; None: a
-        reward model grades.
+            tokens_S: int32 prompt and completion, and for agents the observations in between.
+            logprobs_T: fp32 log-probs with which the engine sampled the completion tokens; None if
+            it does not report them.
+            entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None
+            if not requested.
+            actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
+            versions: which weights sampled which ranges of ``tokens_S``; empty if unknown.
+            reward, score: None until a reward model has scored the batch; any other grade comes
+            with the completion.
+            truncated: cut at the length limit without end of sequence.
+            extra_logs: the reward function's own numbers, and ``reward_failed``.
+            from_guide: sampled by the guide, whose weights have no relevant versions.
+            experts_RLK: uint8 or uint16 numbers of the experts that every layer's router chose, in
+            the router's order, for the first R tokens of ``tokens_S``, without gaps; None if not
+            requested. A sampled token's experts come from the weights that sampled the next token;
+            an earlier token's come from the weights that saw it first. R covers all tokens but the
+            last of the completion: no router has seen that one, nor what an environment wrote after
+            it. R is smaller only if an agent changed sampled tokens: not even the engine has seen
+            what comes after the change.
+            experts_at: replaces ``experts_RLK`` outside of the engine: a reference to a list of
+            such arrays, and this completion's index. They are fetched where they are used.
+            receipt: checksum of tokens and reward (``signed``) from the time of grading; None: a
+            reward model grades.
     """
 
     tokens_S: np.ndarray
@@ -186,12 +183,12 @@ class Response:
     receipt: int | None = None
 
     def signed(self) -> Response:
-        """With a receipt, by which whoever trains on it sees that tokens and reward belong
-        together."""
+        """Returns the response with a receipt, which lets training check that tokens and reward
+        belong together."""
         return replace(self, receipt=self._sum)
 
     def check_logprobs(self) -> None:
-        """Raises RolloutError: the engine's log-probs are not finite."""
+        """Raises RolloutError if the engine's log-probs are not finite."""
         if self.logprobs_T is not None and not np.isfinite(self.logprobs_T).all():
             raise RolloutError(
                 "an engine sampled with log-probs that are not finite: it does not compute the "
@@ -199,7 +196,7 @@ class Response:
             )
 
     def check_reward(self) -> None:
-        """Raises RolloutError: the reward is not the one that these tokens were graded with."""
+        """Raises RolloutError if the reward is not the one that these tokens were graded with."""
         if self.receipt not in (None, self._sum):
             raise RolloutError(
                 f"a completion of {self.sampled} tokens came with the reward {self.reward}, "
@@ -219,19 +216,19 @@ class Response:
 
     @property
     def span(self) -> int:
-        """Tokens from the first to the last one of the completion, observations in between
-        included."""
+        """Tokens from the first to the last one of the completion, including observations in
+        between."""
         return self.actions[-1][1] - self.actions[0][0] if self.actions else 0
 
     @property
     def written(self) -> int:
-        """Tokens from the first of the completion to the last of all, what the environment wrote
-        included."""
+        """Tokens from the first of the completion to the last of all, including what the
+        environment wrote."""
         return len(self.tokens_S) - self.actions[0][0] if self.actions else 0
 
     @property
     def sampled_T(self) -> np.ndarray:
-        """Bool, of the ``written`` tokens: those of the completion; the others are of an agent's
+        """Bool mask of the ``written`` tokens: True for the completion, False for an agent's
         environment."""
         sampled_S = np.zeros(len(self.tokens_S), dtype=bool)
         for start, stop in self.actions:
@@ -242,21 +239,22 @@ class Response:
     def empty(
         cls, prompt_ids: Iterable[int], reward: float, extra_logs: dict[str, float]
     ) -> Response:
-        """Of an episode in which nothing was sampled: its group is not trained on."""
+        """Returns the response of an episode in which nothing was sampled; its group is not trained
+        on."""
         tokens_S = np.array([*prompt_ids], dtype=np.int32)
         return cls(tokens_S, np.zeros(0, np.float32), (), (), reward, 0.0, False, extra_logs)
 
     @classmethod
     def of_agent(cls, answer: Mapping[str, Any], max_len: int) -> Response:
-        """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens. It is
-        truncated, too, where the policy's words are cut, or others fill ``max_len``, unless these
-        are the last of an episode that is
-        ``done``: OpenRLHF's executor ends without a flag where no token is left."""
+        """Makes a response from the form of OpenRLHF's executors, cut after ``max_len`` tokens. It
+        is truncated, too, if the policy's tokens are cut, or if other tokens fill ``max_len`` and
+        do not end an episode that is ``done``: OpenRLHF's executor ends without a flag when no
+        token is left."""
         last, length = (
             max(stop for _, stop in answer["action_ranges"]),
             len(answer["observation_tokens"]),
         )
-        done = answer.get("done", last == length)  # known of an environment only
+        done = answer.get("done", last == length)  # only an environment reports it
         is_full = last > max_len or (length >= max_len and not done)
         tokens_S = np.asarray(answer["observation_tokens"][:max_len], dtype=np.int32)
         actions = tuple(_cut(answer["action_ranges"], len(tokens_S)))
@@ -284,7 +282,8 @@ class Response:
 
 
 def graded(number: float | None) -> float:
-    """A completion's reward or score. Raises ValueError: a reward model has yet to score it."""
+    """Returns a completion's reward or score. Raises ValueError if a reward model has yet to score
+    it."""
     if number is None:
         raise ValueError(
             "a completion is not graded: a reward model scores whole batches, before they are "
@@ -298,8 +297,8 @@ def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, i
 
 
 class _Text(NamedTuple):
-    """What a request has made of a prompt, and rows of experts of its tokens from ``first`` on, but
-    for the last."""
+    """A request's prompt and completion, and rows of experts of its tokens from ``first`` on,
+    except the last token."""
 
     tokens_S: np.ndarray
     first: int
@@ -307,21 +306,21 @@ class _Text(NamedTuple):
 
 
 class RoutedTexts:
-    """Rows of experts of one response, as its requests bring them. A request goes on where others
-    ended, and brings the rows that they lack: of their last token, of what an environment wrote,
-    and of what it samples itself."""
+    """Collects the rows of experts of one response from its requests. A request continues where
+    others ended, and adds the missing rows: of their last token, of an environment's tokens, and of
+    the tokens that it samples."""
 
     def __init__(self) -> None:
         self._texts: list[_Text] = []
 
     def add(self, tokens: Iterable[int], experts_RLK: np.ndarray) -> None:
-        """Of all tokens but the last; those in front that are known already may be missing."""
+        """Adds the rows of all tokens but the last; known rows at the start may be missing."""
         tokens_S = np.fromiter(tokens, np.int32)
         self._texts.append(_Text(tokens_S, len(tokens_S) - 1 - len(experts_RLK), experts_RLK))
 
     def known(self, tokens: Iterable[int]) -> list[np.ndarray]:
-        """Rows of the first of these tokens, as far as they are known. A router has seen all tokens
-        before its own, so that a row is one of this text only if all of these are the same."""
+        """Returns the known rows of the first of these tokens. A router has seen all tokens before
+        its own, so a row belongs to this text only if all of these are the same."""
         if not self._texts:
             return []
         tokens_S, have, parts = np.fromiter(tokens, np.int32), 0, []
@@ -334,16 +333,16 @@ class RoutedTexts:
 
 
 def _same(one_S: np.ndarray, other_S: np.ndarray) -> int:
-    """How many tokens two texts begin with."""
+    """Returns the length of the common prefix of two texts."""
     length = min(len(one_S), len(other_S))
     differs = one_S[:length] != other_S[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 class ResponseRecorder:
-    """Stands in for the engine while one response is made, and afterwards says which weights its
-    tokens came from, and which experts they took. ``seed`` is of the response, from which every
-    request without one gets a seed of its own."""
+    """Replaces the engine while one response is made, then reports which weights sampled its tokens
+    and which experts the tokens took. ``seed`` is the response's; every request without a seed gets
+    its own, derived from it."""
 
     def __init__(self, engine: Any, seed: int | None = None) -> None:
         self._engine, self._seed, self._turns = engine, seed, 0
@@ -363,7 +362,7 @@ class ResponseRecorder:
         prompt = list(prompt_token_ids)
         if known := sum(map(len, self._routed.known(prompt))):
             sampling_params = sampling_params.clone()
-            # vLLM wants one token at least
+            # vLLM requires at least one token
             sampling_params.routed_experts_prompt_start = min(known, len(prompt) - 1)
         output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
         for completion in output.outputs:
@@ -373,9 +372,9 @@ class ResponseRecorder:
         return output
 
     def annotate(self, response: Any) -> Any:
-        """Adds ``SPANS_KEY``, and ``ROUTING_KEY`` where the engine tells experts, to a response in
-        OpenRLHF's form; one of another form is left alone. An action whose tokens no request
-        returned counts as sampled with the oldest weights of the whole response."""
+        """Adds ``SPANS_KEY``, and ``ROUTING_KEY`` if the engine reports experts, to a response in
+        OpenRLHF's form; leaves other forms alone. An action whose tokens no request returned counts
+        as sampled with the oldest weights of the whole response."""
         if isinstance(response, dict) and "action_ranges" in response and self._sampled:
             oldest = min(
                 (version for _, spans in self._sampled for version, _, _ in spans), default=0

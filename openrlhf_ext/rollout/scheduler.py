@@ -1,18 +1,18 @@
-"""vLLM's scheduler, but what is told of a completion's tokens leaves it in one array, at the
-completion's end.
+"""vLLM's scheduler, except that a completion's log-probs, entropies, and experts leave it in one
+array at the completion's end.
 
-vLLM sends three small arrays for every token from the scheduler to whoever asked, which costs more
-than anything else that its Python does for a token (docs/performance.md); a fourth one where it
-tells routed experts. Token ids still go out at every step: by them the engine counts which weights
-sampled which (`response.TokenVersions`).
+vLLM sends three small arrays for every token from the scheduler to the caller, which costs more
+than anything else that its Python code does for a token (docs/performance.md), and a fourth if it
+reports routed experts. Token ids still leave at every step: the engine uses them to count which
+weights sampled which token (`response.TokenVersions`).
 
-vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are
-bytes in the output's ``routed_experts``, the one array for which vllm 0.32.0 has a place in a
-finished completion (v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32
-log-probs, fp32 entropies where the engine tells them (`worker_extension`), and the experts that
-routers took where it tells those (`vllm_moe.telling_experts`), uint8 or uint16. vLLM itself puts
-these there at every step; rows that have left a step are those of its weights, whatever comes
-later, and a prompt's leave with its first sampled token.
+vLLM imports this module in the engine's own process (`scheduler_cls`, by name). The data travel as
+bytes in the output's ``routed_experts``, the only array that a finished completion of vllm 0.32.0
+can carry (v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32 log-probs, fp32
+entropies if the engine reports them (`worker_extension`), and the experts that routers chose if it
+reports those (`vllm_moe.telling_experts`), uint8 or uint16. vLLM itself puts the experts there at
+every step. Rows that have left a step are those of its weights, whatever comes later; a prompt's
+rows leave with its first sampled token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _KEY = "logprobs_at_end"
 
 
 def ask_at_end(params: SamplingParams) -> None:
-    """Asks for the log-probs of the sampled tokens, if for any, in one array, and experts with
-    them. Stop strings end a request outside of the scheduler (v1/engine/output_processor.py:768),
-    which then does not know of an end: there all comes as usual."""
+    """Requests the log-probs of the sampled tokens, if there are any, in one array, and experts
+    with them. Stop strings end a request outside of the scheduler
+    (v1/engine/output_processor.py:768), which then does not notice the end: such a request reports
+    as usual."""
     if params.logprobs is not None and not params.stop:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
 
@@ -48,12 +49,11 @@ def ask_at_end(params: SamplingParams) -> None:
 def unpack(
     completion: CompletionOutput, params: SamplingParams, prompt: int, experts: bool = False
 ) -> None:
-    """Puts what came at the end where vLLM has it: log-probs, flat or not, as ``params`` say,
-    entropies in the place of ranks, no ranks and no texts of tokens. If it tells ``experts``,
-    ``routed_experts`` becomes (rows, layers, top-k) uint8 or uint16, in any case: a row for each of
-    the ``prompt`` tokens, from ``params.routed_experts_prompt_start`` on, and for each sampled
-    token but the last, which no router has seen. Raises RuntimeError: it is not one for every
-    token."""
+    """Moves the data of the end to vLLM's own fields: log-probs, flat or not, according to
+    ``params``; entropies as ranks; no ranks and no texts of tokens. With ``experts``,
+    ``routed_experts`` always becomes (rows, layers, top-k) uint8 or uint16: a row for each of the
+    ``prompt`` tokens, from ``params.routed_experts_prompt_start`` on, and for each sampled token
+    but the last, which no router has seen. Raises RuntimeError if rows are missing or left over."""
     tokens = list(completion.token_ids)
     if (params.extra_args or {}).get(_KEY):
         header, told = _read(completion.routed_experts, len(tokens))
@@ -76,8 +76,7 @@ def unpack(
 
 
 class _Header(NamedTuple):
-    """In front of what is told of a completion: how many numbers there are, and the shape of
-    experts."""
+    """The header of a completion's data: how many numbers follow, and the shape of the experts."""
 
     logprobs: int
     entropies: int
@@ -88,7 +87,7 @@ class _Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all, this included."""
+        """Size of all data, the header included."""
         experts = self.rows * self.layers * self.topk * self.itemsize
         return _HEADER_BYTES + 4 * (self.logprobs + self.entropies) + experts
 
@@ -102,7 +101,8 @@ _HEADER_BYTES = 4 * len(_Header._fields)
 
 
 def _read(told: np.ndarray | None, tokens: int) -> tuple[_Header, np.ndarray]:
-    """Raises RuntimeError: our scheduler did not make it, or not of so many tokens."""
+    """Returns header and data. Raises RuntimeError if our scheduler did not write them, or if they
+    do not cover this number of tokens."""
     whose = f"was it {QUALIFIED_NAME}?"
     if told is None or told.ndim != 1 or told.dtype != np.uint8 or len(told) < _HEADER_BYTES:
         what = "nothing" if told is None else f"{told.dtype} {told.shape}"
@@ -140,18 +140,18 @@ def _put_logprobs(
 
 
 class _Kept:
-    """Of a request that has not ended."""
+    """The data of an unfinished request."""
 
     __slots__ = ("entropies", "experts", "logprobs", "row")
 
     def __init__(self) -> None:
         self.logprobs, self.entropies = array("f"), array("f")
-        # bytes, not vLLM's arrays: those of a token are views, each of which would keep its whole
-        # step
+        # copy to bytes: vLLM's arrays of a token are views, and each would keep its whole step
+        # alive
         self.experts, self.row = bytearray(), (0, 0, 0)
 
     def add_experts(self, rows: np.ndarray) -> None:
-        """(n, layers, top-k), of the step's computed tokens."""
+        """Adds (n, layers, top-k) experts of the step's computed tokens."""
         self.experts += rows.tobytes()
         self.row = (*rows.shape[1:], rows.itemsize)
 
@@ -163,12 +163,12 @@ class _Kept:
 
 
 class _Step:
-    """In the place of a step's `LogprobsLists`: what vLLM cuts out for a request of ``kept`` is
-    added there, and nothing leaves; the others get theirs."""
+    """Replaces a step's `LogprobsLists`: adds what vLLM slices for a request of ``kept`` to it and
+    returns nothing; other requests get their slice."""
 
     def __init__(self, told: LogprobsLists, requests: list[str], kept: dict[str, _Kept]) -> None:
         self._told, self._requests, self._kept = told, requests, kept
-        # the sampled token's is first
+        # column 0 holds the sampled token
         self._logprobs = array("f", told.logprobs[:, 0].astype(np.float32).tobytes())
         entropies = told.sampled_token_ranks.dtype.kind == "f"  # ranks are integers
         self._entropies = array(
@@ -187,7 +187,7 @@ class _Step:
 
 
 class _AtEnd:
-    """Mixed into a scheduler of vLLM, which provides the first attributes."""
+    """Mixed into a vLLM scheduler, which provides the first attributes."""
 
     vllm_config: VllmConfig
     aux_output_connector: AuxOutputSchedulerConnector | None
@@ -240,6 +240,7 @@ class _AsyncScheduler(_AtEnd, AsyncScheduler): ...
 
 
 def make_scheduler(**arguments: Any) -> Scheduler:
-    """Of the class that vLLM would have taken (vllm 0.32.0 config/scheduler.py:228)."""
+    """Returns a scheduler of the class that vLLM would choose (vllm 0.32.0
+    config/scheduler.py:228)."""
     asynchronous = arguments["vllm_config"].scheduler_config.async_scheduling
     return (_AsyncScheduler if asynchronous else _Scheduler)(**arguments)

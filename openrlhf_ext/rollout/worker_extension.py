@@ -1,9 +1,9 @@
-"""What vLLM's workers learn: to replace their weights from a weight-sync group, and to tell the
-entropies of what they sample.
+"""Extends vLLM's workers: they replace their weights from a weight-sync group, and report the
+entropies of the distributions that they sample from.
 
 vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class
-into its worker, so names must not clash with those of `vllm.v1.worker`; imports stay at torch and
-vLLM.
+into its worker, so names must not clash with those of `vllm.v1.worker`. Imports are limited to
+torch and vLLM.
 """
 
 from __future__ import annotations
@@ -33,15 +33,9 @@ _SCORES = "compute_topk_scores"
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
-# ---- emulation
-
-
-# ---- proof
-
-
 def _with_entropies(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's function of (n, V) logits or log-probs, and more, whose ``selected_token_ranks`` are
-    fp32 entropies."""
+    """Wraps vLLM's function of (n, V) logits or log-probs, and more, so that its
+    ``selected_token_ranks`` are fp32 entropies."""
 
     def gathered(scores_nV: Tensor, *args: Any, **kwargs: Any) -> Any:
         tensors = gather(scores_nV, *args, **kwargs)
@@ -55,9 +49,9 @@ def _with_entropies(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entropies(scores_nV: Tensor) -> Tensor:
-    """(n,) fp32 entropies in nats of the distributions with these logits, or log-probs, -inf among
-    them."""
-    # else a batch of 256 takes three times 150 MiB
+    """Returns (n,) fp32 entropies in nats of the distributions with these logits or log-probs,
+    which may be -inf."""
+    # in blocks: a whole batch of 256 would take three times 150 MiB
     rows = max(1, _AT_ONCE // max(1, scores_nV.shape[1]))
     parts = [
         torch.special.entr(part.softmax(-1, torch.float32)).sum(-1)
@@ -79,20 +73,20 @@ class WeightSyncExtension:
     _bf16_layers: list[int] | None = None
 
     def hold_adapter(self) -> None:
-        """From now on requests ask for an adapter, and updates bring adapters."""
+        """Switches to adapters: from now on requests use one, and updates bring adapters."""
         self._adapter = HeldAdapter(self.model_runner.lora_manager)
 
     def prove_quantized(self, bf16_layers: list[int]) -> None:
-        """Look at every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
+        """Checks every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
         self._bf16_layers = bf16_layers
         require_fp8(self.model_runner.get_model(), bf16_layers)
 
     def tell_entropies(self) -> None:
-        """From now on the sampler says each token's entropy where vLLM says its rank, which nothing
-        here reads."""
+        """Makes the sampler report each token's entropy in place of vLLM's rank, which nothing here
+        reads."""
         sampler = self.model_runner.sampler
         if hasattr(sampler, "gather_logprobs"):
-            # beside a request with `logprob_token_ids`, the probe, vLLM takes the second
+            # beside a request with `logprob_token_ids`, the probe, vLLM uses the second one
             # (v1/sample/sampler.py:142)
             for name in ("gather_logprobs", "gather_specific_token_logprobs"):
                 setattr(sampler, name, _with_entropies(getattr(sampler, name)))
@@ -101,7 +95,7 @@ class WeightSyncExtension:
             setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
-        """Join the sender's group as this worker's number within its engine says."""
+        """Joins the sender's group with this worker's number within its engine."""
         self.disconnect_weight_receiver()
         agreed = BucketPlan.from_wire(plan)
         if are_adapters(agreed) != (self._adapter is not None):
@@ -130,11 +124,10 @@ class WeightSyncExtension:
             self._weight_receiver = None
 
     def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing,
-        and `HeldWeights.sums`. After an error the weights are a mixture of two versions (an adapter
-        is the one before): the caller must not sample until an update succeeds
-        (`RolloutEngine.receive_weights` sees to that), and the senders have to be connected
-        anew."""
+        """Receives and loads an update (`WeightReceiver.receive`). Returns the seconds spent on
+        loading and summing, and `HeldWeights.sums`. After an error the weights are a mixture of two
+        versions (an adapter is the previous one): the caller must not sample until an update
+        succeeds (`RolloutEngine.receive_weights` ensures this), and the senders must reconnect."""
         if self._weight_receiver is None:
             raise WeightSyncError(
                 "this engine has not joined a weight-sync group, or has left it after an error"
@@ -161,16 +154,16 @@ class WeightSyncExtension:
         repack_tied_heads(self.model_runner.get_model())
 
     def _recover_from_partial_reload(self) -> None:
-        # A layer that has got some of its tensors would take those for part of the next update
+        # A layer that has received some of its tensors would count those as part of the next update
         # (vllm reload/layerwise.py: "Skip if the layer has already been initialized").
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a
-    checkpoint, and about experts, which it loads under another name than it then looks for
-    (v1/worker/gpu_model_runner.py:4736), or does not load (`HeldWeights.together`)."""
+    """Filters warnings that vLLM logs at every reload: about rotary embeddings, which have buffers
+    and nothing in a checkpoint, and about experts, which it loads under another name than it then
+    looks for (v1/worker/gpu_model_runner.py:4736), or does not load (`HeldWeights.together`)."""
     text = record.getMessage()
     if text.startswith("Following weights were not loaded from checkpoint"):
         return not all(".routed_experts." in name for name in re.findall(r"'([^']+)'", text))
