@@ -51,7 +51,7 @@ def describe(
         told_N = scored.rollout.entropies
         gap_N = (told_N - old.entropies_N).abs().double()
         metrics["mismatch/entropy_mean_abs"] = float(gap_N.mean())
-        rollout = dataclasses.replace(rollout, entropies=told_N)  # the ones used for shaping
+        rollout = dataclasses.replace(rollout, entropies=told_N)  # show what shaped the batch
     if rollout.ref_logprobs is not None:
         metrics["kl/reference"] = reference_kl(old.logprobs_N, rollout.ref_logprobs)
     metrics |= guide_agreement(rollout) | guide_gauges(samples)
@@ -138,8 +138,7 @@ def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
 
 
 def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float]:
-    """Returns gauges of conflicts between completions of a prompt (Simoni et al., arXiv
-    2508.03772).
+    """Returns gauges of conflicts among a prompt's completions (Simoni et al., arXiv 2508.03772).
 
     ``conflict/mean`` (fig. 5b; the paper does not state its unit): mean over completions of the
     number of tokens in a conflict span, for ``gtpo_conflict`` only. ``conflict/prefix_*`` (eq. 6),
@@ -202,9 +201,9 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
 def text_metrics(
     prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any, end_tokens: Collection[int]
 ) -> dict[str, float]:
-    """Returns metrics of prompt and completion texts: how many prompts the engines saw with other
-    tokens, and the share of uncut completions that end in one of ``end_tokens``. ``samples`` holds
-    equally many completions of each prompt."""
+    """Returns the mean prompt length, the fraction of prompts that the engines saw with other
+    tokens, and the fractions of distinct completions and of uncut ones that end in one of
+    ``end_tokens``. ``samples`` has equally many of each prompt."""
     each, changed = len(samples) // len(prompts), 0
     for prompt, response in zip(prompts, samples[::each], strict=True):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

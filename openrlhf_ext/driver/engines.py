@@ -1,4 +1,4 @@
-"""Replaces engines that die or hang; a new engine gets the present weights, and the prompts are
+"""Replaces engines that die or hang; a new engine gets the current weights, and the prompts are
 sampled again.
 
 An engine is at fault if its actor died, the vLLM engine inside died, a request outlived its
@@ -83,7 +83,7 @@ class EngineCall:
 
 class EngineSupervisor:
     """Replaces engines. ``restarts`` counts replaced engines; ``changes`` counts weight syncs and
-    the replacements that the run waited for. At most ``max_restarts`` restarts are allowed, without
+    the replacements that the run waited for. At most ``max_restarts`` are allowed, not counting
     engines that joined later. Engines keep their positions; ``there`` holds the working ones."""
 
     def __init__(
@@ -295,7 +295,7 @@ class EngineSupervisor:
         )
 
     def _tell_ranks(self, fresh: Sequence[int] = ()) -> None:
-        """Sends the policy's ranks the list of engines; the ``fresh`` ones get the present
+        """Sends the policy's ranks the list of engines; the ``fresh`` ones get the current
         weights."""
         if self._policy is not None:
             told = {

@@ -1,9 +1,9 @@
 """Runs the driver in a child process; the parent, which does not use Ray, ends it if it cannot end
 itself.
 
-Ray ends a driver whose raylet has died without an exception. A call into Ray can wait forever and
+If a raylet dies, Ray ends its driver without an exception. A call into Ray can wait forever and
 ignore signals while one of Ray's processes is stopped. So the driver reports to its parent through
-a pipe: by when its present phase ends, which processes it depends on, and how it ended. The parent
+a pipe: by when its current phase ends, which processes it depends on, and how it ended. The parent
 kills a driver that is late, that lost one of these processes, or that does not end after Ctrl-C,
 SIGTERM, or SIGHUP; then it ends the run's remaining processes and logs the cause.
 """

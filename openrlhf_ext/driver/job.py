@@ -106,7 +106,7 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
         "looking for the data, then starting Ray (vllm.start_timeout_s)",
     )
     preflight.check_hub_data(config)
-    # after a restart the checkpoint is the run's own
+    # a restart skips the preflight of the checkpoint: this run wrote it
     for tried in try_user_code(config) if restart else preflight.tried(config)[0]:
         logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
     with EventLog(

@@ -402,7 +402,7 @@ class TrainingLoop(Parts):
         return Evaluation(self.step, self.version, self.supervisor.restarts, requests)
 
     def _start_evaluation(self) -> None:
-        """Starts an evaluation of the engines' present weights, which runs beside the next step."""
+        """Starts an evaluation of the engines' current weights, which runs beside the next step."""
         if self.held_out:
             self._evaluation = self._begun_evaluation()
             self.rollouts.ask_others(self._evaluation.all_requests)
@@ -431,7 +431,7 @@ class TrainingLoop(Parts):
                 f"the evaluation of step {evaluation.step} is of weights {evaluation.version}, "
                 f"and has tokens of {sorted(versions)}"
             )
-        else:  # a replacement engine loads the policy's present weights
+        else:  # a replacement engine loads the policy's current weights
             logger.error(
                 "the evaluation of step %d is left out: an engine was replaced meanwhile",
                 evaluation.step,

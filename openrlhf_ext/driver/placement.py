@@ -3,7 +3,7 @@ tensor-parallel groups stay on one node.
 
 Ray numbers bundles in no particular order of nodes: rank i in bundle i may put neighbors of a
 tensor-parallel group, which communicate in every layer, on two nodes. Raises PlacementError, with a
-table of ranks and nodes, if no order of the bundles fits the layout.
+table of ranks and nodes, if a group would still be split.
 """
 
 from __future__ import annotations

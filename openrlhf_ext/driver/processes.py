@@ -1,6 +1,6 @@
 """The processes of a run: placement and start of engines and ranks, and the check that policy and
-engines agree. Functions that need OpenRLHF or vLLM import it themselves, since ``job.build_parts``
-controls when that happens."""
+engines agree. Functions import OpenRLHF and vLLM themselves, since ``job.build_parts`` controls
+when."""
 
 from __future__ import annotations
 
@@ -239,8 +239,8 @@ def fp8_env(use_gpu: bool) -> dict[str, str]:
 
 
 def max_requests(config: RunConfig, use_gpu: bool) -> int:
-    """Returns how many completions to request from an engine at a time: by default as many as it
-    can batch."""
+    """Returns how many completions to request from an engine at a time: by default its batch
+    limit."""
     from openrlhf_ext.rollout.launch import batch_limits
 
     limits = batch_limits(use_gpu, config.vllm, config.data.max_len)
@@ -327,8 +327,8 @@ def initialize_policy(
 def prove_start(
     config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline
 ) -> None:
-    """Checks that policy and engines have the same weights. Engines and policy with sleep enabled
-    free their memory afterwards, because a critic and a checkpoint load next."""
+    """Checks that policy and engines have the same weights. Sides that sleep free their memory
+    afterwards, because a critic and a checkpoint load next."""
     gauge = deadline.get(policy.ask("prove_sync"))[0]["weight_sync/probe_diff"]
     logger.info(
         "policy and engines agree on the starting weights: log-probs differ by %.1e nats on "

@@ -148,8 +148,7 @@ class Group:
 
 
 class GroupRequests:
-    """Requests groups from the engines: as many as they can batch, each from the least loaded
-    engine.
+    """Requests groups from the engines, up to what they can batch, each from the least loaded one.
 
     Further requests wait here, so that short calls and weight updates never wait behind prompts in
     an engine's queue (an asynchronous Ray actor takes 1,000 calls at a time). One call of one
@@ -445,7 +444,7 @@ class Rollouts:
         self._fill()
 
     def _fill(self) -> None:
-        """Requests as many groups as may be in flight."""
+        """Requests groups up to the allowed number."""
         wanted = self._batches_wanted * self._batch_size
         while not self._exhausted and len(self._in_flight) + len(self._finished) < wanted:
             prompt = self._again.pop(0) if self._again else self.prompts.draw()

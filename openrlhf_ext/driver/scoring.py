@@ -144,8 +144,8 @@ class Scoring:
         """Scores the groups of a batch; ``number`` counts the batches before it.
 
         Raises:
-                ValueError: a group does not have ``group_size`` completions, or a completion lacks
-                its reward, or log-probs or entropies that its engine should have returned.
+            ValueError: a group does not have ``group_size`` completions, or a completion lacks its
+                reward, or log-probs or entropies that its engine should have returned.
         """
         groups = self.ordered(groups, number)
         samples = responses_of(groups, self.group_size)
@@ -190,7 +190,7 @@ class Scoring:
         return chunks, deal(batch, chunks, self.policy.layout.data_parallel_size, self.costs)
 
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
-        """Returns (N,) log-probs and entropies under the present policy; its ranks keep their
+        """Returns (N,) log-probs and entropies under the current policy; its ranks keep their
         rows."""
         return self._forward(batch, self.dealt(batch)[1], get)
 

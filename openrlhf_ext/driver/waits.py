@@ -1,4 +1,4 @@
-"""Gives every wait of the driver for Ray a deadline, and a message that says what it waited for."""
+"""Sets a deadline for every wait of the driver for Ray, and reports what it waited for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeadlineExceeded(TimeoutError):
 
 
 class Deadline:
-    """The deadline of the driver's present phase; phases do not nest."""
+    """The deadline of the driver's current phase; phases do not nest."""
 
     def __init__(
         self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0

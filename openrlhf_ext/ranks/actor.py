@@ -1,5 +1,5 @@
-"""Base classes of the Ray actors of all models: one rank each, where every RPC is a collective; and
-of those that train.
+"""Base classes of the models' Ray actors. Each holds one rank, and every RPC is a collective;
+``TrainedActor`` adds training.
 
 The actors follow the protocol of OpenRLHF's actors but do not import OpenRLHF, which no rank needs.
 The driver imports these modules for their classes, and rank 0 finds the rendezvous address before
@@ -86,8 +86,7 @@ class RankActor:
 
     def for_replica(self, method: str, part: Any, *shared: Any) -> Any:
         """Calls a method with the part of this rank's replica and the shared arguments. Only the
-        first rank of a replica returns the answer, since the caller fetches the answers of all
-        ranks."""
+        first rank of a replica answers, since the caller fetches what all ranks return."""
         answer = getattr(self, method)(part, *shared)
         return answer if self.is_first_of_replica else None
 

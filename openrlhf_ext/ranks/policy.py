@@ -258,7 +258,7 @@ class PolicyActor(TrainedActor):
                 steps.append(
                     self._update(*mini, shard.seed, number - 1, number < len(mini_batches))
                 )
-        self.is_ahead = True  # of the engines' version
+        self.is_ahead = True  # of the engines
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         trained = sum(p.numel() for p in self._parameters if p.requires_grad)
         self.has_moved = self.has_moved or rate * trained > _VISIBLE
@@ -333,7 +333,7 @@ class PolicyActor(TrainedActor):
 
     @phase("connecting new engines")
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
-        """Connects other engines; those at the positions ``fresh`` get the present weights."""
+        """Connects other engines; those at the positions ``fresh`` get the current weights."""
         self.publisher.replace_engines(engines)
         if fresh:
             self.reload_states("parameters")

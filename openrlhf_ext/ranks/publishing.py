@@ -101,7 +101,7 @@ class WeightPublisher:
         self._sender = self._make_sender(self._engines)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
-        """Sends the present weights to these engines and checks them; EnginesAtFault has positions
+        """Sends the current weights to these engines and checks them; EnginesAtFault has positions
         among all engines."""
         sender = self._make_sender([self._engines[i] for i in fresh])
         try:

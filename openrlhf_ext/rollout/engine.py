@@ -105,15 +105,15 @@ class RolloutEngine(compat.RolloutRayActor):
         Args:
             executor_factory: picklable; makes a `rewards.executor.GradedExecutor`.
             bundle_indices, num_gpus, *args, **engine_args: as in OpenRLHF's actor.
-            in_process: run the engine on a thread of this process instead of in its own process
-            (needs one worker per engine and VLLM_ENABLE_V1_MULTIPROCESSING=0).
+            in_process: run the engine on a thread of this process, not in its own (needs one worker
+                per engine and VLLM_ENABLE_V1_MULTIPROCESSING=0).
             bf16_layers: quantize all linear layers except in these decoder layers, and check that
-            now and after every update (`rollout.quantized`); None: quantize nothing.
+                now and after every update (`rollout.quantized`); None: quantize nothing.
             adapter: rank and modules of the adapters that updates bring on top of the weights from
-            disk, which stay (`adapters`); None: updates bring all weights.
+                disk, which stay (`adapters`); None: updates bring all weights.
             tells_entropies: completions include the entropy of each sampled token's distribution.
             routed_experts: completions include the experts that routers chose
-            (`Response.experts_RLK`).
+                (`Response.experts_RLK`).
         """
         answer_where()
         with without_collection():

@@ -94,8 +94,8 @@ def check_sync(
     """Returns the largest difference (`Difference.size`, nats) between any engine's log-probs and
     the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at temperature 1.
 
-    A difference above ``limit`` (None: none) is suspicious and logs a warning. No rounding explains
-    one above ``tolerance``: raises WeightSyncMismatch. Checksums check the weights; this finds an
+    A difference above ``limit`` (None: none) is suspicious and logs a warning. Rounding explains
+    none above ``tolerance``: raises WeightSyncMismatch. Checksums verify the weights; this finds an
     engine that computes something else from them (another temperature, other positions), or reads
     keys and values of old ones.
     """

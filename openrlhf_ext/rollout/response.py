@@ -110,8 +110,8 @@ def derived_seed(*numbers: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample completions. ``max_new_tokens`` None: as many as the prompt leaves of
-    ``max_len``, which limits prompt and completion together."""
+    """How to sample completions. ``max_new_tokens`` None: the rest of ``max_len``, which limits
+    prompt and completion together."""
 
     temperature: float
     top_p: float
@@ -143,29 +143,29 @@ class Response:
     """One completion and its grade.
 
     Attributes:
-            tokens_S: int32 prompt and completion, and for agents the observations in between.
-            logprobs_T: fp32 log-probs with which the engine sampled the completion tokens; None if
-            it does not report them.
-            entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None
-            if not requested.
-            actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
-            versions: which weights sampled which ranges of ``tokens_S``; empty if unknown.
-            reward, score: None until a reward model has scored the batch; any other grade comes
-            with the completion.
-            truncated: cut at the length limit without end of sequence.
-            extra_logs: the reward function's own numbers, and ``reward_failed``.
-            from_guide: sampled by the guide, whose weights have no relevant versions.
-            experts_RLK: uint8 or uint16 numbers of the experts that every layer's router chose, in
-            the router's order, for the first R tokens of ``tokens_S``, without gaps; None if not
+        tokens_S: int32 prompt and completion, and for agents the observations in between.
+        logprobs_T: fp32 log-probs with which the engine sampled the completion tokens; None if it
+            does not report them.
+        entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None if
+            not requested.
+        actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
+        versions: which weights sampled which ranges of ``tokens_S``; empty if unknown.
+        reward, score: None until a reward model has scored the batch; any other grade comes with
+            the completion.
+        truncated: cut at the length limit without end of sequence.
+        extra_logs: the reward function's own numbers, and ``reward_failed``.
+        from_guide: sampled by the guide, whose weights have no relevant versions.
+        experts_RLK: uint8 or uint16 numbers of the experts that every layer's router chose, in the
+            router's order, for the first R tokens of ``tokens_S``, without gaps; None if not
             requested. A sampled token's experts come from the weights that sampled the next token;
             an earlier token's come from the weights that saw it first. R covers all tokens but the
             last of the completion: no router has seen that one, nor what an environment wrote after
             it. R is smaller only if an agent changed sampled tokens: not even the engine has seen
             what comes after the change.
-            experts_at: replaces ``experts_RLK`` outside of the engine: a reference to a list of
-            such arrays, and this completion's index. They are fetched where they are used.
-            receipt: checksum of tokens and reward (``signed``) from the time of grading; None: a
-            reward model grades.
+        experts_at: replaces ``experts_RLK`` outside of the engine: a reference to a list of such
+            arrays, and this completion's index. They are fetched where they are used.
+        receipt: checksum of tokens and reward (``signed``) from the time of grading; None: a reward
+            model grades.
     """
 
     tokens_S: np.ndarray

@@ -50,10 +50,10 @@ def unpack(
     completion: CompletionOutput, params: SamplingParams, prompt: int, experts: bool = False
 ) -> None:
     """Moves the data of the end to vLLM's own fields: log-probs, flat or not, according to
-    ``params``; entropies as ranks; no ranks and no texts of tokens. With ``experts``,
-    ``routed_experts`` always becomes (rows, layers, top-k) uint8 or uint16: a row for each of the
-    ``prompt`` tokens, from ``params.routed_experts_prompt_start`` on, and for each sampled token
-    but the last, which no router has seen. Raises RuntimeError if rows are missing or left over."""
+    ``params``; entropies in place of ranks; no token texts. With ``experts``, ``routed_experts``
+    always becomes (rows, layers, top-k) uint8 or uint16: a row for each of the ``prompt`` tokens,
+    from ``params.routed_experts_prompt_start`` on, and for each sampled token but the last, which
+    no router has seen. Raises RuntimeError if rows are missing or left over."""
     tokens = list(completion.token_ids)
     if (params.extra_args or {}).get(_KEY):
         header, told = _read(completion.routed_experts, len(tokens))

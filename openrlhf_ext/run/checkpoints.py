@@ -256,7 +256,7 @@ class Checkpointer:
         record: Mapping[str, float] | None = None,
     ) -> None:
         """Saves if the step is due, or if its evaluation is among the best so far; calls ``state``
-        only then. ``record``: the step's own metrics, which compare steps that are due."""
+        only then. ``record``: the step's own metrics, which rank steps that are due."""
         self.finish(wait=False)
         is_due = self.ckpt.save_steps != -1 and step % self.ckpt.save_steps == 0
         best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})

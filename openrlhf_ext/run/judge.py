@@ -13,10 +13,10 @@ _JUDGED_BY, _ENOUGH_STEPS, _MOST_ROLLBACKS = 20, 5, 3
 
 class StepJudge:
     """Accepts or rejects steps before the engines get their weights (``train.rollback_on``).
-    ``why`` is the reason of a rejection; ``rollbacks`` counts rollbacks. A step spikes if the norm
-    of the policy's gradient before clipping, mean over its updates, is above ``train.spike_factor``
-    times the median of ``norms``, which holds those of the last 20 accepted steps that had a
-    gradient, if they are at least five. Checkpoints hold ``norms``."""
+    ``why``: the reason of a rejection. A step spikes if the norm of the policy's gradient before
+    clipping, mean over its updates, is above ``train.spike_factor`` times the median of ``norms``,
+    which holds those of the last 20 accepted steps that had a gradient, if they are at least five.
+    Checkpoints hold ``norms``."""
 
     def __init__(self, config: RunConfig) -> None:
         self.norms: list[float] = []

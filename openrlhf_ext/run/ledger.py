@@ -92,7 +92,7 @@ class Repeats:
         self.read()
 
     def read(self) -> None:
-        """Starts from the present lines of the ledger."""
+        """Starts from the current lines of the ledger."""
         self._trained = Counter[tuple[int, str]]()
         for _, line in read_lines(self._path):
             self.add(line.get("trained", ()))
