@@ -66,7 +66,7 @@ class RolloutBatch(Named):
     Attributes:
         tokens: (N,) integer token ids of the completions, including a sampled EOS.
         lengths: (B,) int64 tokens of each completion, at least 1.
-        rewards: (B,) terminal rewards, any real numbers; float64 in `inputs`.
+        rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
         old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout
             time, natural log; None: the log-probs that the loss gets, for batches of one update

@@ -227,8 +227,6 @@ class Inputs(Named):
 
     @property
     def segments(self) -> Segments:
-        """Which tokens belong to which completion.
-
-        Has `spread` (B,) -> (N,), `sums` (N,) -> (B,), `take`, `span`.
-        """
+        """Which tokens belong to which completion; has `spread` (B,) -> (N,), `sums` (N,) -> (B,),
+        `take`, `span`."""
         return self.batch.segments
