@@ -40,7 +40,6 @@ from openrlhf_ext.options.sections import Eval
 from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS, MIXED, SINGLE
 from openrlhf_ext.options.table import Configuration
 
-
 # Arguments of ``get_algorithm`` that are not options of an estimator, and the options that set
 # them.
 RESERVED_KEYS = {
