@@ -94,7 +94,7 @@ class Algorithm:
             f"kl={self.kl!r})"
         )
 
-    # ---- what a caller uses ----
+    # ---- interface for callers ----
 
     def why_old_logprobs(self, entropies_are_there: bool = False) -> str | None:
         """The reason why the algorithm needs the policy's log-probs, or entropies, before the loss;
@@ -225,7 +225,7 @@ class Algorithm:
         """
         return None
 
-    # ---- what an algorithm defines ----
+    # ---- methods that an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at
@@ -286,7 +286,7 @@ class Algorithm:
         raise NotImplementedError
 
     def derived(self) -> Derived:
-        """Quantities that a LossBatch computes on demand from what it stores."""
+        """Functions that compute quantities of a LossBatch on demand from its stored tensors."""
         return {}
 
     def entropy_slope(self, shaped: LossBatch) -> Tensor | None:
@@ -430,10 +430,10 @@ class LossBatch(Packed, Named):
 
     A pickled copy is on the CPU; pickle sends its tensors out of band.
 
-    Reward-level quantities (advantages, shaped rewards, masks) are those of the rollout batch.
-    Loss-level quantities (`loss_mask`, `weights`, `denominators`) are those of the mini-batch,
-    which is the rollout batch after `shape` and the given rows after `mini_batch`. `select` keeps
-    them, so that the losses of disjoint selections add up.
+    Reward-level quantities (advantages, shaped rewards, masks) belong to the rollout batch.
+    Loss-level quantities (`loss_mask`, `weights`, `denominators`) belong to the mini-batch: the
+    rollout batch after `shape`, the given rows after `mini_batch`. `select` keeps them, so that the
+    losses of disjoint selections add up.
 
     Method-specific quantities are read as `shaped["Rpos"]`, `shaped["lambda"]`, ...; `names()`
     lists them.
@@ -540,8 +540,8 @@ class LossBatch(Packed, Named):
     def select(self, rows: RowSelection) -> LossBatch:
         """A share of this mini-batch: these rows, with the denominators of the whole mini-batch.
 
-        The losses and gradients of disjoint selections that cover all rows add up exactly to those
-        of the whole.
+        The losses and gradients of disjoint selections that cover all rows add up exactly to the
+        loss and the gradient of the whole.
 
         Args:
             rows: indices, a slice or a (B,) bool mask, in any order; with a slice, the tensors are
@@ -586,7 +586,7 @@ class LossBatch(Packed, Named):
         """A copy that holds only what the loss and `prepare` read, to ship to the workers.
 
         Call it last before `select`: the copy has no quantities for inspection and none that only
-        `mini_batch` reads, so it cannot be cut into mini-batches any more.
+        `mini_batch` reads, so it cannot be split into mini-batches any more.
         """
         needed = self.algorithm.loss_inputs
         of_rows = {name: tensor for name, tensor in self.of_rows.items() if name in needed}

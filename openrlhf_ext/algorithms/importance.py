@@ -2,8 +2,8 @@
 
 The rollout engine samples the tokens (log-prob `rollout`), and the training engine computes their
 log-probs again (log-prob `old`, same weights, different numerics). A constant made of `w = exp(old
-- rollout)` multiplies each token's surrogate. The semantics are those of OpenRLHF 0.11.2's
-`PolicyLoss`. Advantages, KL terms and denominators do not change.
+- rollout)` multiplies each token's surrogate. The semantics match OpenRLHF 0.11.2's `PolicyLoss`.
+Advantages, KL terms and denominators do not change.
 
 Shape suffixes: B = completions, N = tokens of all completions, b and n = those of one block.
 """

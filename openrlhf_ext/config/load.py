@@ -505,7 +505,7 @@ def _build(
     config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted | set(chosen)
-    # The default estimator replaces a rejected one; the user did not ask for its critic.
+    # A rejected estimator is replaced by the default one, whose critic the user did not request.
     prefix = ("critic.",) if "algo.advantage.estimator" in tainted else ()
     untainted = (v for found in findings for v in found.violations if tainted.isdisjoint(v.options))
     draft.violations += [

@@ -50,7 +50,8 @@ EXIT_CODE = 70
 Address = tuple[str, int]
 
 BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Number of recorded calls; torch reads either variable when the first NCCL group is created."""
+"""Environment variables for the number of recorded calls; torch reads either one when the first
+NCCL group is created."""
 _CALLS = "2000"
 _ANSWER_S = 10.0
 _TICK_S = 1.0

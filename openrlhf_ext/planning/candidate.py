@@ -327,7 +327,7 @@ def with_options(config: RunConfig, options: Options) -> RunConfig:
 
 
 def _changed(section: Any, tree: Mapping[str, Any]) -> Any:
-    """A section with the leaves of ``tree`` in place of its own."""
+    """A section in which the leaves of ``tree`` replace its own values."""
     inner = {name: getattr(section, name) for name in tree}
     changed = {
         name: _changed(inner[name], value) if isinstance(inner[name], Section) else value

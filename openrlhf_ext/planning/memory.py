@@ -339,7 +339,7 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch in training, and its precision.
+    """A micro-batch in training on one rank, with the options of its computation.
 
     Attributes:
         tokens: tokens of a micro-batch on one rank, its context-parallel share.

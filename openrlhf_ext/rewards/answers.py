@@ -245,11 +245,12 @@ def is_number(answer: str) -> bool:
 
 
 def surely_different(first: str, second: str) -> bool:
-    """Whether two unequal answers need no symbolic comparison, or one that would wrongly equate
-    them.
+    """Whether two unequal answers are surely different, so that no symbolic comparison, which might
+    wrongly equate them, is needed.
 
     True for different numbers, different words, lists of different numbers, a number and a list,
-    different brackets, and texts of which only one has a word for a power of ten or a base.
+    different brackets, and texts with different words for a power of ten or different notations
+    such as a base.
     """
     if max(len(first), len(second)) > _LONGEST_READ:
         return True

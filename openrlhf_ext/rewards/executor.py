@@ -1,5 +1,5 @@
-"""Executors that turn a prompt into a group of graded completions; every completion gets a
-reward."""
+"""Executors that turn a prompt into a group of graded completions; a completion that cannot be
+graded gets a set reward."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class GradedExecutor:
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """Generates one completion per sample, graded by a :class:`Grader` under a
+    """Generates single-turn completions, graded by a :class:`Grader` under a
     :class:`FailurePolicy`.
 
     Without a grader, completions have no grade, and a reward model scores them with their batch.

@@ -235,8 +235,8 @@ class SharedPrompts:
     kept_L: Tensor
     # int64, the computed tokens of shared prompts, those of the most sequences first
     prompts_X: Tensor
-    # int64, positions in the whole pack of the second copy of these X tokens, then of the third,
-    # ...
+    # int64, positions in the whole pack of the second copy of these X tokens, then of the third
+    # copy of the first of them, ...
     copies: Tensor
     copy_counts: tuple[int, ...]  # tokens of each further copy
 
@@ -256,8 +256,8 @@ class Routing(NamedTuple):
     ``experts_LYK``: given experts of the tokens ``told_L``; routers choose for all others,
     including padding and last tokens. The micro-batch's tokens ``own_H``, in rows ``row_H``, are
     the computed tokens ``seen_H``: a token computed once for several rows is in each of them.
-    ``weight_B``: weight of each row in the load-balancing loss, before division by its number of
-    tokens; None: there is no such loss.
+    ``weight_B``: the load-balancing loss's weight of a token, divided by the number of tokens of
+    each row; None: there is no such loss.
     """
 
     times_L: Tensor  # int64

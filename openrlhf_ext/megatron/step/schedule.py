@@ -261,9 +261,9 @@ class Schedule:
         slots = PackShape(shape.context_parallel_size)
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
         sizes = [slots.slots([length])[0] for length in batch.lengths_B.tolist()]
-        # A shared prompt token saves half: attention keeps its input and output for whole
-        # sequences. That is less than a quarter of what a layer keeps of a token, or less than half
-        # if it keeps nothing of the MLP (recompute_modules mlp).
+        # A shared prompt token is assumed to save half of its memory: attention keeps its input and
+        # output for whole sequences, less than a quarter of the bytes that a layer keeps of a
+        # token, or less than half if it keeps nothing of the MLP (recompute_modules mlp).
         return Sizes(sizes, (batch.prompts.tokens_B // 2).tolist(), max(capacity, shape.pack_unit))
 
     def _most(self, count: int) -> int:
