@@ -707,10 +707,10 @@ class Loss:
 
     Attributes:
         value: scalar, differentiable in the new log-probs.
-        metrics: 0-d detached tensors, additive shares: the metrics of all micro-batches sum to
-        those of the whole.
+        metrics: 0-d detached tensors; the metrics of all micro-batches sum to the metrics of the
+            mini-batch.
         details: detached tensors for inspection: `clipped` (N,) or (B,), and `ratios` for sequence
-        objectives.
+            objectives.
     """
 
     value: Tensor
@@ -722,7 +722,7 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
     """Selected rows, or a (B,) bool mask of them, as a (n,) int64 index tensor on the host.
 
     Raises:
-        ValueError: naming a row that is selected twice.
+        ValueError: a row is selected twice (with its index).
     """
     index = torch.as_tensor(rows).to("cpu")
     index = torch.arange(count)[index if index.dtype == torch.bool else index.long()]

@@ -32,7 +32,7 @@ _ROW_FIELDS = ("lengths", "rewards", "group_ids", "truncated", "from_guide")
 class Named:
     """Lists the attributes, and suggests a similar name, when an attribute does not exist."""
 
-    if not TYPE_CHECKING:  # a type checker would take any name for known
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):

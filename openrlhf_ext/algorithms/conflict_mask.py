@@ -28,7 +28,7 @@ MOST_LEADER_ROUNDS = 8
 SLOTS_PER_ROUND = 16
 
 
-# ---- Which tokens of a window are in conflict ----
+# ---- conflicting tokens of a window ----
 
 
 def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS
 
 
 def _both_signs(flags_gSW: Tensor, positive_gSW: Tensor) -> Tensor:
-    """(g, 1, W) the flagged slots of a cell hold both signs."""
+    """(g, 1, W) True if the flagged slots of a cell hold both signs."""
     positive_flags_gSW = flags_gSW & positive_gSW
     return (_any(positive_flags_gSW, dim=1) & _any(flags_gSW ^ positive_flags_gSW, dim=1))[:, None]
 

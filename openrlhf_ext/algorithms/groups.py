@@ -61,7 +61,7 @@ class Groups(Named):
         )
 
     def any(self, flags_B: Tensor) -> Tensor:
-        """(Q,) bool: some row of the group is True."""
+        """(Q,) bool: at least one row of the group is True."""
         return self.count(flags_B) > 0
 
     def minimum(self, values_B: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A process that ends with its parent."""
+"""Ties the life of a process to its parent."""
 
 from __future__ import annotations
 

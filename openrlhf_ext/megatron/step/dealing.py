@@ -89,8 +89,8 @@ class Deal:
 def deal(
     batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
 ) -> list[Deal]:
-    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost
-    (``deal_rows``)."""
+    """Each data-parallel rank's rows. The rows of every optimizer step are dealt at about equal
+    cost (``deal_rows``)."""
     ranks = [Deal([]) for _ in range(data_parallel_size)]
     for chunk in chunks:
         for rank, part in zip(

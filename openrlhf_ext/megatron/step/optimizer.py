@@ -40,7 +40,7 @@ GROUPS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
 
 
 class NoGradientError(RuntimeError):
-    """Adapters got a gradient of exactly zero although the mini-batch has advantages."""
+    """The gradient of the adapters is exactly zero although the mini-batch has advantages."""
 
 
 def build_optimizer(
