@@ -78,18 +78,14 @@ _SCALARS = (  # tag, form, first characters
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 )
 _TAG = "tag:yaml.org,2002:"
-_FORMS = {
-    f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")
-}  # half of a UTF-16 pair is not a character
+# Half of a UTF-16 pair is not a character.
+_FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}
 _FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
-_FORMS |= {
-    f"{_TAG}merge": re.compile("<<")
-}  # not a scalar of this schema; the loader of studies reads it
+# "<<" is not a scalar of this schema; the loader of studies reads it.
+_FORMS |= {f"{_TAG}merge": re.compile("<<")}
 _FILE_BYTES = 1 << 20
-_LEVELS, _NODES = (
-    20,
-    20_000,
-)  # the longest configuration of this repository has 5 levels and some 200 values
+# The longest configuration of this repository has 5 levels and some 200 values.
+_LEVELS, _NODES = 20, 20_000
 
 
 class ConfigLoader(yaml.SafeLoader):
