@@ -386,8 +386,8 @@ def load(
 
     Args:
         model: the options of the command.
-        argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--section.name
-            value ...``, ``--help [section]`` (prints and exits with status 0).
+        argv: words after the program's name: ``--config FILE.yaml`` (repeatable),
+            ``--section.name value ...``, ``--help [section]`` (prints and exits with status 0).
         rules: checks whose findings form one report; called with a configuration whose types are
             correct but which may break other rules.
         choice: resolves ``megatron.layout auto``; without it the sizes stay unchanged.

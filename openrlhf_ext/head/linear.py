@@ -2,9 +2,9 @@
 states.
 
 The logits of all tokens are never in memory at once: every pass goes over tiles of them (``rows``)
-that fit ``workspace_bytes``. With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob =
-u[target] - logZ`` and ``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever the format of
-the operands.
+that fit ``workspace_bytes``. With ``u = z / temperature`` and ``logZ = logsumexp(u)``:
+``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever
+the format of the operands.
 
 docs/head.md shows the passes with their work and memory. Shape suffixes: T = tokens of the call, V
 = rows of this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
@@ -150,8 +150,8 @@ def linear_logprob_entropy(
     implementation: Implementation = "auto",
     checks: bool | None = None,
 ) -> HeadOutput:
-    """Log-probability of ``target_T`` and entropy under ``softmax(hidden @ weight.T /
-    temperature)``.
+    """Log-probability of ``target_T`` and entropy under
+    ``softmax(hidden @ weight.T / temperature)``.
 
     The forward pass costs one product (2 T H V). The backward pass costs three, because it
     recomputes the logits. ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``; the

@@ -242,8 +242,8 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 
 
 def findings(config: TrainedConfig) -> Findings:
-    """For ``load(rules=...)``: finds states that exceed a GPU, and reports what ``megatron.layout
-    auto`` chose."""
+    """For ``load(rules=...)``: finds states that exceed a GPU, and reports what
+    ``megatron.layout auto`` chose."""
     run = config.as_run()
     if not isinstance(config, RunConfig):
         found = _laid_out(run)
