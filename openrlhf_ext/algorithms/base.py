@@ -1,9 +1,9 @@
-"""`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits
-exactly.
+"""`Algorithm`, the base class of all methods: it validates a batch, shapes whole groups, and
+computes the loss.
 
-`LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class:
-`TokenAlgorithm` (one ratio per token) and `SequenceAlgorithm` (one per completion, both in
-`losses`) do everything but the advantages.
+The loss reads a `LossBatch` and returns a `Loss`. The losses of disjoint shares of a mini-batch add
+up exactly. A method is a small class: `TokenAlgorithm` (one ratio per token) and
+`SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups
 (prompts).
@@ -34,8 +34,8 @@ from openrlhf_ext.options import nearest
 
 LEAST_ENTROPY = -1e-4
 MOST_LOGPROB = 1e-3
-"""What rounding may make of the bounds 0 of entropies (nats) and log-probs; values beyond are
-refused."""
+"""Rounding tolerance of the bound 0 for entropies (nats) and log-probs. `Algorithm.inputs` raises
+ValueError for values beyond it."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over the shares of a mini-batch that several processes hold, see
@@ -55,12 +55,12 @@ class Algorithm:
         Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
         loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss
-            read (kept by `LossBatch.lean`); what only `loss_level` reads is not among them.
+            read (kept by `LossBatch.lean`), without names that only `loss_level` reads.
         reads_old: `advantages` reads `RolloutBatch.old_logprobs`.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch
             before it computes the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
-        main_field: what `advantages` must return.
+        main_field: the field that `advantages` must return.
     """
 
     name: ClassVar[str] = ""
@@ -94,12 +94,15 @@ class Algorithm:
             f"kl={self.kl!r})"
         )
 
-    # ---- what a caller uses ----
+    # ---- interface for callers ----
 
     def why_old_logprobs(self, entropies_are_there: bool = False) -> str | None:
-        """What of the algorithm needs the policy's log-probs, or entropies, before the loss is
-        computed; None: nothing, so that `shape` takes batches without `old_logprobs`, whose ratios
-        are then 1 (one update per batch)."""
+        """The reason why the algorithm needs the policy's log-probs, or entropies, before the loss;
+        None if it needs neither.
+
+        If None, `shape` takes batches without `old_logprobs`. Their ratios are 1 (one update per
+        batch).
+        """
         in_reward = self.kl is not None and self.kl.place == "reward"
         level = "off" if self.correction is None else self.correction.level
         return self.why_with(entropies_are_there, in_reward, level)
@@ -108,8 +111,8 @@ class Algorithm:
     def why_with(
         cls, entropies_are_there: bool, kl_in_reward: bool, correction_level: str
     ) -> str | None:
-        """`why_old_logprobs` of an algorithm with a KL penalty and a correction of this kind,
-        before it is built."""
+        """`why_old_logprobs` for a KL penalty and a correction of this kind, before the algorithm
+        is built."""
         if "entropies" in cls.needs and not entropies_are_there:
             return f"{cls.name} shapes by entropies"
         if cls.reads_old or cls.needs_prepare:
@@ -122,29 +125,30 @@ class Algorithm:
 
     @property
     def penalty(self) -> KLPenalty:
-        """The KL penalty, where there is one."""
+        """The KL penalty. Raises ValueError if the algorithm has none."""
         if self.kl is None:
             raise ValueError(f"{self.name} was built without a KL penalty")
         return self.kl
 
     def with_kl_coef(self, coef: float) -> Algorithm:
-        """This algorithm with another coefficient of its KL penalty, which it must have."""
+        """A copy of this algorithm with another KL coefficient. Raises ValueError if it has no KL
+        penalty."""
         changed = copy.copy(self)
         changed.kl = self.penalty.model_copy(update={"coef": coef})
         return changed
 
     @torch.no_grad()
     def shape(self, batch: RolloutBatch) -> LossBatch:
-        """Turn whole groups of a rollout batch into what the loss needs.
+        """Turn whole groups of a rollout batch into the inputs of the loss.
 
         Args:
             batch: complete groups; never a shard of one.
         Returns:
             A LossBatch whose mini-batch is the whole rollout batch.
         Raises:
-            ValueError: missing inputs, an empty completion, an incomplete group; on a completion
-                token inf or NaN, an entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a
-                log-prob above `MOST_LOGPROB`.
+            ValueError: an input is missing, a completion is empty, or a group is incomplete; or a
+                completion token has inf or NaN, an entropy below `LEAST_ENTROPY` (entropies between
+                it and 0 become 0), or a log-prob above `MOST_LOGPROB`.
         """
         inputs = self.inputs(batch)
         shaped = self.rollout_level(inputs)
@@ -153,8 +157,10 @@ class Algorithm:
 
     @torch.no_grad()
     def measured(self, batch: RolloutBatch, shaped: LossBatch) -> dict[str, Tensor]:
-        """Those metrics of `shape` that follow from old log-probs and entropies, of a batch that
-        was shaped without one of them and has both now."""
+        """The metrics of `shape` that depend on old log-probs and entropies.
+
+        For a batch that was shaped without one of them and has both now.
+        """
         inputs = self.inputs(batch)
         return self._correction(inputs)[1] | rollout_metrics(
             inputs, shaped.rewards, shaped.advantages
@@ -168,20 +174,19 @@ class Algorithm:
         seed: int | None = None,
         total: Total | None = None,
     ) -> LossBatch:
-        """Choose tokens by statistics of the new log-probs over the whole mini-batch, where
+        """Select tokens by statistics of the new log-probs over the whole mini-batch, if
         `needs_prepare`.
 
-        Call this once per optimizer step, then `select` shares of the result. Processes that hold a
-        share each choose
-        together: every one calls this with its share and a `total`.
+        Call this once per optimizer step, then `select` shares of the result. If several processes
+        each hold a share, every process calls this with its share and a `total`.
 
         Args:
             new_logprobs: (N,) of the mini-batch, or of the share; no gradient is used.
-            shaped: the mini-batch (result of `shape` or `mini_batch`); with `total` a share of one
-            made by `select`.
+            shaped: the mini-batch (result of `shape` or `mini_batch`); with `total`, a share of it
+                made by `select`.
             seed: seeds random choices; use the same number on all ranks. None: natural order.
-            total: sums a tensor over the shares, which have no row in common and cover the
-                mini-batch; the result must be the same bits for all. None: `shaped` is the whole.
+            total: sums a tensor over the shares, which are disjoint and cover the mini-batch; all
+                processes must get bitwise the same result. None: `shaped` is the whole mini-batch.
         """
         return shaped
 
@@ -192,56 +197,53 @@ class Algorithm:
             new_logprobs: (N,) log-probs of the current policy, differentiable.
             shaped: a mini-batch, or a share of one made by `select`.
         Raises:
-            ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a
-                ratio overflows that neither clipping nor a zero advantage silences. On a device the
-                test would wait for
-                it: there the caller tests `value` and the metric `policy_kl`, which shows
-                log-probs, when it reads them.
+            ValueError: on the CPU only, with row and position: a log-prob is inf or NaN, or a ratio
+                overflows where neither clipping nor a zero advantage removes it. On a device this
+                check would force a synchronization, so the caller checks `value` and the metric
+                `policy_kl` (which becomes inf or NaN with the log-probs) when it reads them.
         """
         raise NotImplementedError
 
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
-        """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block
-        by block.
+        """The loss as a sum of per-token terms, for a caller that gets the log-probs block by
+        block.
 
-        A fused output layer needs each token's loss without the others'. Summed over the tokens of
-        `shaped` the terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the
-        detached log-probs, which also reports what is not finite (the terms do not check, to cost
-        no synchronization per block).
+        A fused output layer needs each token's loss without the other tokens. The terms summed over
+        the tokens of `shaped` equal `loss(new_logprobs, shaped).value`. Metrics come from `loss` on
+        the detached log-probs. `loss` also reports non-finite values; the terms do not check,
+        because a check would synchronize at every block.
 
         Args:
-            shaped: a mini-batch, or a share of one made by `select`; prepared, where
-            `needs_prepare`.
+            shaped: a mini-batch, or a share of one made by `select`; prepared, if `needs_prepare`.
         Returns:
             `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N
-            of `shaped`, differentiable in `new_logprobs_n`, 0 for tokens without loss. None where a
-            token's loss depends on other tokens (sequence ratios), or the algorithm does not say
-            otherwise (`tokenwise`).
+            of `shaped`, differentiable in `new_logprobs_n`, 0 for tokens without loss. None if a
+            token's loss depends on other tokens (sequence ratios), or if the algorithm does not set
+            `tokenwise`.
         Raises:
             ValueError: `shaped` has not been prepared.
         """
         return None
 
-    # ---- what an algorithm defines ----
+    # ---- methods that an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at
         sequence level.
 
-        The tensors of `inputs` are those that loss and metrics read later: they are not to be
-        changed.
+        Do not change the tensors of `inputs`: the loss and the metrics read them later.
         """
         raise NotImplementedError(
             f"{type(self).__name__} defines no method advantages(self, inputs)"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `advantages` keeps in `self` from batch to batch, for checkpoints: plain values,
-        tensors, arrays."""
+        """The state that `advantages` keeps in `self` across batches, for checkpoints: plain
+        values, tensors, arrays."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, in the driver: as a run is resumed, or goes back to a
+        """Restore a `state_dict` in the driver, when a run resumes or rolls back to a
         checkpoint."""
         raise ValueError(
             f"{type(self).__name__} defines no load_state_dict, and the checkpoint has "
@@ -258,12 +260,12 @@ class Algorithm:
         return self.shaped(inputs, **fields)
 
     def checked_advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """What `advantages` returns.
+        """The result of `advantages`, checked.
 
         Raises:
-            ValueError: naming method, file and line, the field, and its shape: it is no field of
-                LossBatch, or has not one entry for each completion or token; `advantages` (or
-                `seq_advantages`) is missing or not finite.
+            ValueError: with method, file and line, field, and shape: LossBatch has no such field,
+                the field does not have one entry per completion or token, or `advantages`
+                (`seq_advantages`) is missing or not finite.
         """
         fields = self.advantages(inputs)
         if faults := list(_field_faults(fields, self.main_field, inputs)):
@@ -274,7 +276,7 @@ class Algorithm:
 
     @property
     def place(self) -> str:
-        """Where `advantages` is defined, for messages."""
+        """The location of the `advantages` method, for messages."""
         code = inspect.unwrap(type(self).advantages).__code__
         return f"{self.name}.advantages ({code.co_filename}, line {code.co_firstlineno})"
 
@@ -284,12 +286,14 @@ class Algorithm:
         raise NotImplementedError
 
     def derived(self) -> Derived:
-        """Quantities that a LossBatch computes on demand from what it stores."""
+        """Functions that compute quantities of a LossBatch on demand from its stored tensors."""
         return {}
 
     def entropy_slope(self, shaped: LossBatch) -> Tensor | None:
-        """(N,) what the entropy of each token is multiplied by in the loss: `-entropy_coef` over
-        the mini-batch's loss tokens at those, 0 elsewhere; None without a bonus."""
+        """(N,) factor on the entropy of each token in the loss; None without an entropy bonus.
+
+        It is `-entropy_coef` / (loss tokens of the mini-batch) on loss tokens, 0 elsewhere.
+        """
         if not self.entropy_coef:
             return None
         mask_N = shaped.loss_mask & shaped.segments.spread(shaped.active)
@@ -358,8 +362,8 @@ class Algorithm:
     def shaped(self, inputs: Inputs, **fields: Any) -> LossBatch:
         """A LossBatch with the fields every algorithm shares filled in.
 
-        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. Where every
-        completion is one token both have N entries, and mean the same.
+        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. If every
+        completion is one token, both have N entries and mean the same.
         """
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
         exposed, metrics = fields.pop("exposed", {}), fields.pop("metrics", {})
@@ -378,7 +382,7 @@ class Algorithm:
             "active": part.active_B,
             "rewards": batch.rewards,
             "old_logprobs": batch.old_logprobs,
-            # no token carries loss until `loss_level` says which, and how much
+            # No token carries loss until `loss_level` sets the mask and the weights.
             "loss_mask": part.active_B.new_zeros(()).expand(len(batch.tokens)),
             "weights": torch.zeros_like(batch.rewards),
             "ref_logprobs": batch.ref_logprobs
@@ -422,21 +426,22 @@ def _per_token(**kwargs: Any) -> Any:
 
 @dataclass(kw_only=True)
 class LossBatch(Packed, Named):
-    """What the loss needs, plus what a user wants to look at.
+    """The inputs of the loss, plus quantities for inspection.
 
-    A copy made by pickle is on the CPU; its tensors travel out of band.
+    A pickled copy is on the CPU; pickle sends its tensors out of band.
 
-    Reward-level quantities (advantages, shaped rewards, masks) are those of the rollout batch.
-    Loss-level quantities (`loss_mask`, `weights`, `denominators`) are those of the mini-batch,
-    which is the rollout batch after `shape` and the given rows after `mini_batch`. `select` keeps
-    them, so that the losses of disjoint selections add up.
+    Reward-level quantities (advantages, shaped rewards, masks) belong to the rollout batch.
+    Loss-level quantities (`loss_mask`, `weights`, `denominators`) belong to the mini-batch: the
+    rollout batch after `shape`, the given rows after `mini_batch`. `select` keeps them, so that the
+    losses of disjoint selections add up.
 
     Method-specific quantities are read as `shaped["Rpos"]`, `shaped["lambda"]`, ...; `names()`
     lists them.
 
     Attributes:
-        algorithm: the algorithm that made it (its options travel along).
-        segments: which of the N tokens are whose; `lengths` are the (B,) completion tokens.
+        algorithm: the algorithm that made the batch, with its options.
+        segments: which of the N tokens belong to which completion; `lengths` are the (B,)
+            completion tokens.
         group_ids: (B,) integer prompt id.
         group_sizes: (B,) int64 completions of the row's group in the rollout batch.
         kept: (B,) bool, the row's group was not dropped.
@@ -444,16 +449,17 @@ class LossBatch(Packed, Named):
         rewards: (B,) float64, rewards after length penalties (and KL in the reward).
         seq_advantages: (B,) float64, or None where advantages are per token only.
         loss_mask: (N,) bool, tokens that carry loss.
-        advantages: (N,) floating point, above 0 makes the token likelier.
-        old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions
-            for `mixed_policy_dapo`); None: the log-probs that the loss is given (`with_old`).
+        advantages: (N,) floating point; a value above 0 makes the token more likely.
+        old_logprobs: (N,) floating point, denominator of the ratio (for `mixed_policy_dapo`, the
+            guide's log-probs on its completions); None: `with_old` uses the log-probs passed to the
+            loss.
         ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the
-        loss; else None.
+            loss; else None.
         token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for
-        1.
+            1.
         correction: (N,) floating point, importance-correction factor, or None for 1.
-        rollout_logprobs: (N,) floating point, of the sampler, where `with_old` has to compute
-        `correction`; else None.
+        rollout_logprobs: (N,) floating point, from the sampler, if `with_old` must compute
+            `correction`; else None.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.
@@ -499,8 +505,8 @@ class LossBatch(Packed, Named):
         return self.segments.lengths_B
 
     def __getitem__(self, name: str) -> Tensor:
-        """The method-specific quantity of that name, or the tensor of a field; LookupError if this
-        batch has none."""
+        """The method-specific quantity or field tensor `name`. Raises LookupError if this batch has
+        none."""
         stored, derived = self.of_rows | self.of_tokens | self.pools, self.algorithm.derived()
         if name in derived:
             return derived[name](self)
@@ -513,8 +519,10 @@ class LossBatch(Packed, Named):
         return value
 
     def with_old(self, new_logprobs: Tensor) -> LossBatch:
-        """The batch with old log-probs: its own, or those that the loss is computed with, without
-        their gradient; the importance correction of single tokens then follows from them."""
+        """The batch with old log-probs: its own, or else the detached `new_logprobs`.
+
+        In the second case, the per-token importance correction is computed from them.
+        """
         if self.old_logprobs is not None:
             return self
         old_N, weights_N = new_logprobs.detach(), self.correction
@@ -530,14 +538,14 @@ class LossBatch(Packed, Named):
         return sorted({*self.of_rows, *self.of_tokens, *self.pools, *self.algorithm.derived()})
 
     def select(self, rows: RowSelection) -> LossBatch:
-        """A share of this mini-batch: these rows with the denominators of the whole.
+        """A share of this mini-batch: these rows, with the denominators of the whole mini-batch.
 
-        The losses and gradients of disjoint selections that cover all rows add up exactly to those
-        of the whole.
+        The losses and gradients of disjoint selections that cover all rows add up exactly to the
+        loss and the gradient of the whole.
 
         Args:
-            rows: indices, a slice or a (B,) bool mask, in any order; for a slice the tensors are
-            views.
+            rows: indices, a slice or a (B,) bool mask, in any order; with a slice, the tensors are
+                views.
         Raises:
             ValueError: a row is selected twice.
         """
@@ -546,11 +554,11 @@ class LossBatch(Packed, Named):
         return part
 
     def mini_batch(self, rows: RowSelection) -> LossBatch:
-        """A mini-batch of its own: rows of whole groups, loss-level quantities recomputed for them.
+        """A new mini-batch: rows of whole groups, with recomputed loss-level quantities.
 
         Raises:
-            ValueError: naming the first group of which some completions are missing, or a repeated
-            row; after `lean`.
+            ValueError: a group is incomplete (with its id), a row is repeated, or the batch is
+                lean.
         """
         if self.slim:
             raise ValueError(
@@ -562,8 +570,8 @@ class LossBatch(Packed, Named):
         return part.algorithm.loss_level(part)
 
     def tokens_at(self, index_n: Tensor) -> LossBatch:
-        """n rows of one token each: the tokens at `index_n` of the N, with what their rows
-        carry."""
+        """n rows of one token each: the tokens at `index_n` of the N, with their rows'
+        quantities."""
         row_n = self._row_of_token[index_n]
         segments = Segments(torch.ones_like(index_n), np.arange(len(index_n) + 1))
         return self._each(
@@ -575,10 +583,10 @@ class LossBatch(Packed, Named):
         return self.segments.spread(torch.arange(len(self), device=self.kept.device))
 
     def lean(self) -> LossBatch:
-        """A copy with what the loss and `prepare` read; what to ship to the workers.
+        """A copy that holds only what the loss and `prepare` read, to ship to the workers.
 
-        The last step before `select`: without what people look at and what only `mini_batch` reads,
-        it cannot be cut into mini-batches any more.
+        Call it last before `select`: the copy has no quantities for inspection and none that only
+        `mini_batch` reads, so it cannot be split into mini-batches any more.
         """
         needed = self.algorithm.loss_inputs
         of_rows = {name: tensor for name, tensor in self.of_rows.items() if name in needed}
@@ -632,7 +640,7 @@ class LossBatch(Packed, Named):
 
 
 def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
-    """What is wrong with the result of `advantages`."""
+    """The faults in the result of `advantages`."""
     if not isinstance(fields, Mapping):
         yield f"it must be a dict with the key {main!r}, got a {type(fields).__name__}"
         return
@@ -660,9 +668,9 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
 
 
 def _not_finite(name: str, value: Tensor, of_tokens: bool, inputs: Inputs) -> Iterator[str]:
-    """With the rewards of the first group where it is: most often they are all equal, and something
-    divides by 0."""
-    # in one pass, without a copy
+    """A fault with the rewards of the first non-finite group: usually they are all equal, which
+    causes a division by 0."""
+    # aminmax tests all values in one pass, without a copy.
     if not len(value) or torch.stack(torch.aminmax(value)).isfinite().all():
         return
     index_B = inputs.groups.index_B
@@ -699,10 +707,10 @@ class Loss:
 
     Attributes:
         value: scalar, differentiable in the new log-probs.
-        metrics: 0-d detached tensors, additive shares: the metrics of all micro-batches sum to
-        those of the whole.
+        metrics: 0-d detached tensors; the metrics of all micro-batches sum to the metrics of the
+            mini-batch.
         details: detached tensors for inspection: `clipped` (N,) or (B,), and `ratios` for sequence
-        objectives.
+            objectives.
     """
 
     value: Tensor
@@ -714,7 +722,7 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
     """Selected rows, or a (B,) bool mask of them, as a (n,) int64 index tensor on the host.
 
     Raises:
-        ValueError: naming a row that is selected twice.
+        ValueError: a row is selected twice (with its index).
     """
     index = torch.as_tensor(rows).to("cpu")
     index = torch.arange(count)[index if index.dtype == torch.bool else index.long()]
@@ -729,7 +737,7 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
 def _require_whole_groups(part: LossBatch) -> None:
     index_B = group_index(part.group_ids)
     there_B = torch.zeros_like(index_B).index_add_(0, index_B, torch.ones_like(index_B))[index_B]
-    # the one thing that is read back from a device
+    # The only synchronization with the device.
     wrong = (there_B != part.group_sizes).nonzero().flatten()
     if len(wrong):
         row = int(wrong[0])

@@ -1,4 +1,4 @@
-"""What goes into an algorithm, `RolloutBatch`, and the checks of its values.
+"""`RolloutBatch`, the input of an algorithm, and the checks of its values.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups (prompts).
 """
@@ -30,9 +30,9 @@ _ROW_FIELDS = ("lengths", "rewards", "group_ids", "truncated", "from_guide")
 
 
 class Named:
-    """Says what it has, and what was perhaps meant, when it is asked for what it has not."""
+    """Lists the attributes, and suggests a similar name, when an attribute does not exist."""
 
-    if not TYPE_CHECKING:  # a type checker would take any name for known
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -47,7 +47,7 @@ class Named:
 
 
 def _attributes(holder: type) -> list[str]:
-    """Names of fields and properties, those of the inner holders with dots."""
+    """Names of fields and properties; those of nested holders have dots."""
     kinds = get_type_hints(holder)
     own = [name for name in (*kinds, *vars(holder)) if not name.startswith("_")]
     inner = {
@@ -61,29 +61,27 @@ def _attributes(holder: type) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Named):
-    """B completions of one or more prompts, their N tokens one completion behind the other, without
-    padding.
+    """B completions of one or more prompts, with their N tokens concatenated, without padding.
 
     Attributes:
-        tokens: (N,) integer token ids of the completions, a sampled EOS included.
+        tokens: (N,) integer token ids of the completions, including a sampled EOS.
         lengths: (B,) int64 tokens of each completion, at least 1.
         rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
         old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout
-        time, natural log;
-            None: those that the loss is computed with, for batches of one update
+            time, natural log; None: the log-probs that the loss gets, for batches of one update
             (`Algorithm.why_old_logprobs`).
         entropies: (N,) floating point, entropy of that policy in nats, same (tempered)
-        distribution; a constant.
-        ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
-        guide_logprobs: (N,) floating point, under the guiding policy, of methods that have one.
-        rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance
-        correction.
-        values: (N,) floating point, of a critic; `gae` only.
+            distribution; a constant.
+        ref_logprobs: (N,) floating point, under the reference policy; required with `kl_coef`.
+        guide_logprobs: (N,) floating point, under the guiding policy, for methods that have one.
+        rollout_logprobs: (N,) floating point, as reported by the sampler; required with an
+            importance correction.
+        values: (N,) floating point, from the critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
         group_size: declared completions per prompt: one number, or {group id: number}. `shape`
-            refuses a group of another size. None: no check.
+            raises ValueError for a group of another size. None: no check.
     """
 
     tokens: Tensor
@@ -101,7 +99,7 @@ class RolloutBatch(Named):
     group_size: int | Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Check ranks, shapes and dtypes; the values are checked by `shape`."""
+        """Check ranks, shapes and dtypes; `shape` checks the values."""
         if self.tokens.ndim != 1 or self.lengths.ndim != 1:
             shapes = f"{tuple(self.tokens.shape)} and {tuple(self.lengths.shape)}"
             raise ValueError(f"tokens and lengths must have shapes (N,) and (B,), got {shapes}")
@@ -122,7 +120,7 @@ class RolloutBatch(Named):
             _check_dtype(f.name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name, which must be there; ValueError otherwise."""
+        """The tensor `name`. Raises ValueError if it is None."""
         tensor = getattr(self, name)
         if tensor is None:
             raise ValueError(f"RolloutBatch.{name} is needed and was not given")
@@ -130,7 +128,7 @@ class RolloutBatch(Named):
 
     @cached_property
     def segments(self) -> Segments:
-        """Which tokens are whose."""
+        """Which tokens belong to which completion."""
         return Segments(self.lengths.long())
 
     @property
@@ -176,14 +174,15 @@ def check_values(
     high: float = torch.inf,
     among_N: Tensor | None = None,
 ) -> None:
-    """Raise ValueError naming tensor, row and position of the first token whose value is not legal.
+    """Raise ValueError with tensor, row and position of the first token whose value is not legal.
 
-    Legal are finite values in [low, high]; with `among_N` anything is legal where it is False.
+    Finite values in [low, high] are legal. With `among_N`, any value is legal where `among_N` is
+    False.
     """
     values_N = values_N.detach()
     if values_N.numel() == 0:
         return
-    # Both ends settle the usual case: a NaN or an infinity shows in them.
+    # The minimum and the maximum settle the usual case: a NaN or an infinity shows up in them.
     least, most = (end.item() for end in torch.aminmax(values_N))
     if low <= least and most <= high and math.isfinite(least) and math.isfinite(most):
         return
@@ -200,7 +199,7 @@ def check_values(
 
 
 def check_rewards(rewards_B: Tensor) -> None:
-    """Raise ValueError naming the row of the first inf or NaN reward."""
+    """Raise ValueError with the row of the first inf or NaN reward."""
     bad = (~torch.isfinite(rewards_B)).nonzero().flatten()
     if len(bad):
         row = int(bad[0])
@@ -208,7 +207,7 @@ def check_rewards(rewards_B: Tensor) -> None:
 
 
 def check_lengths(lengths_B: Tensor, tokens: int) -> None:
-    """Raise ValueError if a completion is empty, or the lengths are not those of the tokens."""
+    """Raise ValueError if a completion is empty, or if the lengths do not add up to `tokens`."""
     if len(lengths_B) and int(lengths_B.min()) < 1:
         row = int(lengths_B.argmin())
         raise ValueError(
@@ -224,7 +223,7 @@ def check_lengths(lengths_B: Tensor, tokens: int) -> None:
 def check_group_sizes(
     ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[int, int] | None
 ) -> None:
-    """Raise ValueError naming the first group whose size is not the declared one."""
+    """Raise ValueError with the first group whose size differs from the declared size."""
     if declared is None:
         return
     for group_id, size in zip(ids_Q.tolist(), sizes_Q.tolist(), strict=True):

@@ -2,8 +2,8 @@
 equal positions.
 
 Positions are counted from the first token (forward) and from the last (backward), and scanned in
-widening windows. A group leaves the scan as soon as no run of its completions can grow any further,
-so that the usual short spans cost little.
+widening windows. A group leaves the scan as soon as none of its runs can grow any further, so short
+spans, the usual case, cost little.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the
 scan, W = positions of a window, g = groups in the scan, S = slots of a group, c = cells (one group
@@ -28,30 +28,30 @@ MOST_LEADER_ROUNDS = 8
 SLOTS_PER_ROUND = 16
 
 
-# ---- Which tokens of a window are in conflict ----
+# ---- conflicting tokens of a window ----
 
 
 def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS: Tensor) -> Tensor:
     """Tokens that both a positive and a negative completion of the group have at that position.
 
-    Rounds of "who else has the cell's smallest unsettled id" settle cells with few distinct ids;
-    what is left after a few rounds is settled by sorting. Work per token does not grow with the
-    group but for the log of the sort.
+    Each round finds the slots that hold the cell's smallest unsettled id; a few rounds settle cells
+    with few distinct ids. A sort settles the rest. Work per token grows with the group only by the
+    log of the sort.
 
     Args:
         tokens_gSW: integer ids below the largest number of their dtype.
-        valid_gSW: the slot holds a token there; None: all do.
-        positive_gS: sign of the completion.
+        valid_gSW: True where the slot holds a token; None if all slots do.
+        positive_gS: True for completions with a positive sign.
     Returns:
         (g, S, W) bool.
     """
-    # Written out once: an operation that broadcasts over the innermost dimension is many times
-    # slower on the CPU.
+    # Expand once: an operation that broadcasts over the innermost dimension is many times slower on
+    # the CPU.
     positive_gSW = positive_gS[:, :, None].expand(tokens_gSW.shape).contiguous()
     nobody = torch.iinfo(tokens_gSW.dtype).max
     found_gSW = torch.zeros_like(tokens_gSW, dtype=torch.bool)
     open_gSW = valid_gSW
-    # Large cells are dearer to sort, so more rounds are tried on them first.
+    # Sorting costs more for large cells, so they get more rounds first.
     for _ in range(
         max(LEADER_ROUNDS, min(MOST_LEADER_ROUNDS, tokens_gSW.shape[1] // SLOTS_PER_ROUND))
     ):
@@ -64,7 +64,7 @@ def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS
         open_gSW = ~same_gSW if open_gSW is None else open_gSW & ~same_gSW
         if not bool(open_gSW.any()):
             return found_gSW
-        # A cell with one sign left holds no further conflict.
+        # A cell with a single sign left holds no further conflict.
         mixed_g1W = _both_signs(open_gSW, positive_gSW)
         if not bool(mixed_g1W.any()):
             return found_gSW
@@ -79,13 +79,13 @@ def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS
 
 
 def _both_signs(flags_gSW: Tensor, positive_gSW: Tensor) -> Tensor:
-    """(g, 1, W) the flagged slots of a cell hold both signs."""
+    """(g, 1, W) True if the flagged slots of a cell hold both signs."""
     positive_flags_gSW = flags_gSW & positive_gSW
     return (_any(positive_flags_gSW, dim=1) & _any(flags_gSW ^ positive_flags_gSW, dim=1))[:, None]
 
 
 def _any(flags: Tensor, dim: int) -> Tensor:
-    """`flags.any(dim)`, on bytes, which the CPU reduces several times faster."""
+    """`flags.any(dim)` on bytes; the CPU reduces bytes several times faster than bools."""
     return flags.view(torch.uint8).amax(dim=dim).view(torch.bool)
 
 
@@ -96,7 +96,7 @@ def _conflicts_by_sorting(tokens_cS: Tensor, open_cS: Tensor, positive_cS: Tenso
     rank_cS = torch.where(open_cS, tokens_cS.long() * 2 + (~positive_cS).long(), largest)
     rank_cS, slot_cS = rank_cS.sort(dim=1)
     negative_cS = (rank_cS & 1).bool()
-    # Ids (ranks without the sign bit) of the nearest positive before and of the nearest negative
+    # The ids (ranks without the sign bit) of the nearest positive before and the nearest negative
     # after each place.
     id_cS = rank_cS >> 1
     before_cS = torch.where(negative_cS, -largest, id_cS).cummax(dim=1).values
@@ -113,9 +113,13 @@ class _Scan:
     """Signed completions whose run may still grow, in a padded (group, slot) table.
 
     Attributes:
-        row_R: batch row. first_R: flat index of its first token. length_R: tokens. positive_R:
-        sign. group_R, slot_R: where in the table.
-        alive_R: the run may still grow. started_R: the run has begun.
+        row_R: batch row.
+        first_R: flat index of the row's first token.
+        length_R: tokens of the row.
+        positive_R: True for a positive sign.
+        group_R, slot_R: position in the table.
+        alive_R: the run may still grow.
+        started_R: the run has begun.
     """
 
     row_R: Tensor
@@ -129,7 +133,7 @@ class _Scan:
 
     @classmethod
     def of(cls, groups: Groups, sign_B: Tensor, anchored: bool) -> _Scan:
-        """Completions with a sign, of groups that have both signs, ordered by group."""
+        """Completions with a sign, from groups that have both signs, ordered by group."""
         both_Q = groups.any(sign_B > 0) & groups.any(sign_B < 0)
         order_B = groups.natural_order()
         row_R = order_B[((sign_B != 0) & both_Q[groups.index_B])[order_B]]
@@ -146,8 +150,8 @@ class _Scan:
         )
 
     def narrowed(self, position: int) -> _Scan:
-        """Only groups in which some run may still grow, and only rows with a token at `position` or
-        later."""
+        """The scan with only groups in which a run may still grow, and only rows with a token at
+        `position` or later."""
         live_g = torch.zeros(len(self.group_R), dtype=torch.bool, device=self.row_R.device)
         live_g[self.group_R[self.alive_R]] = True
         keep_R = live_g[self.group_R] & (self.length_R > position)
@@ -171,7 +175,7 @@ def _slots(group_R: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """One span of tokens per completion, at most: `count_B` tokens from position `start_B` on."""
+    """At most one span of tokens per completion: `count_B` tokens from position `start_B` on."""
 
     start_B: Tensor
     count_B: Tensor
@@ -193,9 +197,10 @@ def conflict_spans(
     Args:
         tokens_N: ids.
         groups: grouping and lengths.
-        sign_B: sign of the advantage; 0 takes no part.
+        sign_B: sign of the advantage; completions with sign 0 are not scanned.
         backward: scan from each completion's last token.
-        anchor: "start": the run begins at the first scanned token; "first": first run met anywhere.
+        anchor: "start": the run begins at the first scanned token; "first": the first run found at
+            any position.
     """
     start_B, count_B = torch.zeros_like(groups.lengths_B), torch.zeros_like(groups.lengths_B)
     scan = _Scan.of(groups, sign_B, anchored=anchor == "start")
@@ -221,7 +226,7 @@ def _extend_runs(
     backward: bool,
 ) -> None:
     """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the
-    scan's state."""
+    scan state."""
     width = min(width, int(scan.length_R.max()) - position)
     position_W = torch.arange(width, device=tokens_N.device, dtype=torch.int32)
     token_RW = _window_tokens(tokens_N, scan, position, width, backward)
@@ -242,7 +247,7 @@ def _extend_runs(
 
 
 def _first(flags_RW: Tensor, position_W: Tensor) -> Tensor:
-    """(R,) int32 index of the first True, W where there is none."""
+    """(R,) int32 index of the first True, W if a row has none."""
     width = len(position_W)
     return (position_W + width * (~flags_RW).to(torch.int32)).amin(dim=1).clamp_(max=width)
 
@@ -250,27 +255,28 @@ def _first(flags_RW: Tensor, position_W: Tensor) -> Tensor:
 def _window_tokens(
     tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool
 ) -> Tensor:
-    """(R, W) ids of a window in scan direction, int32 if they fit; any id where there is no
+    """(R, W) ids of a window in scan direction, int32 if they fit; arbitrary ids where a row has no
     token."""
     offset_W = torch.arange(position, position + width, device=tokens_N.device)
     if backward:
         index_RW = (scan.first_R + scan.length_R - 1)[:, None] - offset_W
     else:
         index_RW = scan.first_R[:, None] + offset_W
-    # Beyond a completion's end lies the next one, and beyond the batch nothing.
+    # An index beyond a completion's end reads the next completion; the clamp keeps it inside the
+    # batch.
     token_RW = tokens_N.take(index_RW.clamp_(0, len(tokens_N) - 1))
     int32 = torch.iinfo(torch.int32)
-    # Reductions over int32 are vectorized, those over int64 are not.
+    # PyTorch vectorizes reductions over int32, but not over int64.
     least, most = torch.aminmax(token_RW)
     fits = int(most) < int32.max and int(least) >= int32.min
     return token_RW.to(torch.int32) if fits else token_RW
 
 
 def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor | None, scan: _Scan) -> Tensor:
-    """(R, W) conflicts, by way of the padded (group, slot) table."""
+    """(R, W) conflicts, computed in the padded (group, slot) table."""
     table = (*scan.table_shape, token_RW.shape[1])
     if table[0] * table[1] == len(token_RW):
-        # Groups of equal size fill the table as they stand.
+        # Groups of equal size fill the table exactly, so a view suffices.
         valid_gSW = None if valid_RW is None else valid_RW.view(table)
         return conflicting_tokens(
             token_RW.view(table), valid_gSW, scan.positive_R.view(table[:2])

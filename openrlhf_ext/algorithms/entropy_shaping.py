@@ -1,4 +1,4 @@
-"""What `gtpo_entropy` and `grpo_s` share: who is shaped, entropy shares of tokens, pools that
+"""Shared parts of `gtpo_entropy` and `grpo_s`: classes, entropy shares of tokens, pools that
 standardize rewards.
 
 A share is a token's entropy (on failures its inverse) over the mean of its comparison set (T1 eq. 2
@@ -33,13 +33,13 @@ from openrlhf_ext.algorithms.segments import Block, Segments, group_blocks
 
 @dataclass(frozen=True)
 class Classes:
-    """Who is shaped, (B,) bool each; nobody of a dropped group.
+    """Classes of completions, (B,) bool each; completions of dropped groups are in no class.
 
     Attributes:
         success_B: P, with shares of their entropy.
         failure_B: N.
-        inverted_B: failures with shares of their own, of their inverse entropy: N in two-table
-        versions, else nobody.
+        inverted_B: failures with shares of their inverse entropy: N in two-table versions, else
+            none.
         live_B: completions that may get an advantage other than 0.
     """
 
@@ -60,7 +60,7 @@ class Classes:
         return self.success_B | self.inverted_B
 
     def rows(self, rows_n: Tensor) -> Classes:
-        """Those of some rows."""
+        """The classes of some rows."""
         return Classes(*(getattr(self, f.name)[rows_n] for f in dataclasses.fields(self)))
 
     def select(self, on_success: Any, on_failure: Any) -> Tensor:
@@ -75,7 +75,7 @@ class Classes:
 class PreparedEntropy:
     """How entropies enter the shares: clamped, shifted, inverted on failures.
 
-    Of `shift` and `denominator_eps` one is entropy_eps, by the eps mode, and the other 0.
+    The eps mode sets either `shift` or `denominator_eps` to entropy_eps, and the other to 0.
     """
 
     clamp: tuple[float, float] | None
@@ -122,8 +122,8 @@ def no_share_error(quantity: str, options: EntropyOptions) -> ValueError:
 class Cohort:
     """Completions that are shaped together, ordered by group, cut into blocks.
 
-    A group-scoped method goes over one block of whole groups after the other; a batch-wide
-    statistic needs one cohort over all blocks, which then computes its quantities once per stage.
+    A group-scoped method has one cohort per block of whole groups. A batch-wide statistic needs one
+    cohort over all blocks, so each stage computes its quantities once for all of them.
 
     Attributes:
         rows: (R,) rows of the batch.
@@ -159,12 +159,12 @@ class TokenShares:
     """rho of the completions of a cohort: x times |X| over the sum of its comparison set X (T1 eq.
     2, 13).
 
-        for local, block, rho_n in shares: ...      # a slice of the cohort, the block of its rows,
-        their shares
+        for local, block, rho_n in shares: ...
 
-    x is H' on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`,
-    with one scale per comparison set. A single block is computed once and yielded at every pass, so
-    it must not be changed; several blocks are recomputed at every pass, to keep memory small.
+    `local` is a slice of the cohort, `block` the block of its rows, `rho_n` their shares. x is H'
+    on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`, with one
+    scale per comparison set. A single block is computed once and yielded in every pass, so the
+    caller must not change it. Several blocks are recomputed in every pass to save memory.
     """
 
     def __init__(
@@ -202,10 +202,9 @@ class TokenShares:
         return h_n if bool(member_b.all()) else h_n.masked_fill_(block.spread(~member_b), 0.0)
 
     def _comparison_sets(self) -> tuple[Tensor, int]:
-        """Comparison set of each completion, and their number; successes and failures never share
-        one.
+        """The comparison set of each completion, and the number of sets.
 
-        With columns there is one at each position.
+        Successes and failures never share a set. With axis "column" there is one set per position.
         """
         cohort, inverted_R = self.cohort, self._inverted_B[self.cohort.rows].long()
         if self._axis == "row":
@@ -228,7 +227,7 @@ class TokenShares:
         return self._scale_S.take(self._set_n(local, block))
 
     def _scales(self, sets: int) -> Tensor:
-        """(S,) of each comparison set: |X| / sum X, or 1 / geometric mean of X."""
+        """(S,) scale of each comparison set: |X| / sum X, or 1 / geometric mean of X."""
         geometric = self._options.normaliser == "geomean"
         total = torch.zeros(
             sets * self._columns, dtype=torch.float64, device=self._entropies_N.device
@@ -292,14 +291,14 @@ def class_pools(
     """Mean and std that standardize each completion's shaped rewards (T1 eq. 3, 14-15; GRPO-S: eq.
     8).
 
-    The pool of R+ serves successes, and failures too where the version has one table; that of R-
+    The pool of R+ serves successes, and also failures if the version has one table. The pool of R-
     serves failures.
 
     Args:
         rewards: moments of each completion's own shaped rewards.
         group_B: group number of each completion, below `groups`.
         classes: of the same completions.
-        two_tables: failures have shaped rewards of their own, R-.
+        two_tables: failures have their own shaped rewards, R-.
     Returns:
         (B,) mean and std, float64.
     """

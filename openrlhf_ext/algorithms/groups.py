@@ -1,8 +1,7 @@
-"""Groups of completions: who belongs together, who succeeded, which groups carry no signal.
+"""Groups of completions: membership, success, and groups without a signal.
 
-Everything is a segment operation over `index_B`, so groups may have any size and their rows any
-order. Statistics are
-float64: sums of 1e8 tokens lose digits in float32.
+Every operation is a segment operation over `index_B`, so groups may have any size and their rows
+any order. Statistics are float64: sums of 1e8 tokens lose digits in float32.
 
 Shape suffixes: B = completions, Q = groups.
 """
@@ -36,7 +35,7 @@ class Groups(Named):
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Groups:
-        """Group a batch; ValueError for an empty completion, wrong lengths or an incomplete
+        """Group a batch. Raises ValueError for an empty completion, wrong lengths or an incomplete
         group."""
         ids_Q, index_B, sizes_Q = batch.group_ids.unique(return_inverse=True, return_counts=True)
         check_group_sizes(ids_Q, sizes_Q, batch.group_size)
@@ -62,7 +61,7 @@ class Groups(Named):
         )
 
     def any(self, flags_B: Tensor) -> Tensor:
-        """(Q,) bool: some row of the group is True."""
+        """(Q,) bool: at least one row of the group is True."""
         return self.count(flags_B) > 0
 
     def minimum(self, values_B: Tensor) -> Tensor:
@@ -79,8 +78,8 @@ class Groups(Named):
 
 
 def group_index(ids_B: Tensor) -> Tensor:
-    """(B,) int64 position of each row's group in the ascending order of ids; reads nothing back
-    from a device."""
+    """(B,) int64 position of each row's group in the ascending order of ids, without a device
+    sync."""
     order_B = ids_B.argsort()
     index_B, sorted_B = torch.zeros_like(order_B), ids_B[order_B]
     index_B[order_B[1:]] = (sorted_B[1:] != sorted_B[:-1]).cumsum(0)
@@ -109,7 +108,7 @@ class Moments:
 
     @classmethod
     def of_values(cls, values: Tensor) -> Moments:
-        """Those of pools that hold one value each."""
+        """The moments of pools that hold one value each."""
         return cls(torch.ones_like(values), values, torch.zeros_like(values))
 
     def std(self, ddof: int) -> Tensor:
@@ -119,11 +118,13 @@ class Moments:
 
 
 def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
-    """Merge per-row moments into pools (exact: within-row plus between-row squares). Empty pools
-    are 0."""
+    """Merge per-row moments into pools (exact: squares within rows plus squares between rows).
+
+    Empty pools get 0.
+    """
     count = segment_sum(rows.count, index_B, pools)
-    # Deviations from one member are exact zeros for equal means, which keeps a constant pool's std
-    # at exactly 0.
+    # Deviations from a member of the pool are exactly 0 if all means are equal, so the std of a
+    # constant pool is exactly 0.
     present = rows.count > 0
     pivot = torch.zeros(pools, dtype=torch.float64, device=index_B.device)
     pivot = pivot.scatter_reduce_(
@@ -143,7 +144,7 @@ class Partition(Named):
 
     Attributes:
         success_B: (B,) bool, successful completions, without those masked as truncated.
-        failure_B: (B,) bool, the others, without those masked as truncated.
+        failure_B: (B,) bool, failed completions, without those masked as truncated.
         degenerate_Q: (Q,) bool, groups without a signal.
         kept_B: (B,) bool, the row's group was not dropped.
         zeroed_B: (B,) bool, the row's group stays with zero advantages.
@@ -172,8 +173,8 @@ def partition(
     degenerate: str,
     degenerate_by: str,
 ) -> Partition:
-    """Classify completions and groups. `degenerate` is tested on all completions, truncated ones
-    included."""
+    """Classify completions and groups. The degenerate test uses all completions, including
+    truncated ones."""
     correct_B = batch.rewards > success_threshold
     usable_B = usable_rows(batch, mask_truncated)
     if degenerate_by == "class":
@@ -194,8 +195,10 @@ def partition(
 
 
 def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
-    """(B,) False for completions masked as truncated; ValueError if masking is asked for and
-    nothing says which."""
+    """(B,) False for completions masked as truncated.
+
+    Raises ValueError if `mask_truncated` is set and the batch has no `truncated`.
+    """
     if not mask_truncated:
         return torch.ones(len(batch.rewards), dtype=torch.bool, device=batch.rewards.device)
     if batch.truncated is None:
@@ -208,13 +211,13 @@ def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs(Named):
-    """A validated rollout batch with its grouping and partition; floats promoted, rewards in
+    """A validated rollout batch with its groups and partition; floats are promoted, rewards are
     float64.
 
     Attributes:
-        batch: what was sampled, and what models say of it.
-        groups: which completions answer one prompt; has `sum`, `count`, `any`, `minimum`, `maximum`
-        over groups.
+        batch: the completions with their rewards and the models' per-token outputs.
+        groups: which completions answer the same prompt; has `sum`, `count`, `any`, `minimum`,
+            `maximum` over groups.
         part: which completions succeeded, which groups carry a signal.
     """
 
@@ -224,6 +227,6 @@ class Inputs(Named):
 
     @property
     def segments(self) -> Segments:
-        """Which tokens are whose; has `spread` (B,) -> (N,), `sums` (N,) -> (B,), `take`,
-        `span`."""
+        """Which tokens belong to which completion; has `spread` (B,) -> (N,), `sums` (N,) -> (B,),
+        `take`, `span`."""
         return self.batch.segments

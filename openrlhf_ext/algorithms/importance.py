@@ -1,9 +1,9 @@
-"""Importance correction for the mismatch between the training engine and the sampler.
+"""Importance correction for the mismatch between the training engine and the rollout engine.
 
-Tokens are sampled by one engine (log-prob `rollout`) and trained by another (log-prob `old`, same
-weights, other numerics). Each token's surrogate is multiplied by a constant made of `w = exp(old -
-rollout)`; the semantics are those of OpenRLHF 0.11.2's `PolicyLoss`. Advantages, KL terms and
-denominators are not touched.
+The rollout engine samples the tokens (log-prob `rollout`), and the training engine computes their
+log-probs again (log-prob `old`, same weights, different numerics). A constant made of `w = exp(old
+- rollout)` multiplies each token's surrogate. The semantics match OpenRLHF 0.11.2's `PolicyLoss`.
+Advantages, KL terms and denominators do not change.
 
 Shape suffixes: B = completions, N = tokens of all completions, b and n = those of one block.
 """
@@ -25,7 +25,7 @@ PROBABILITY_MARGIN = 1e-6
 
 
 def _with_low(threshold: Any) -> Any:
-    """(low, high); one number is the upper end."""
+    """(low, high); a single number is the upper end, with low = 0."""
     if isinstance(threshold, int | float):
         return (0.0, threshold)
     return (
@@ -38,8 +38,8 @@ def _with_low(threshold: Any) -> Any:
 class Correction(Options):
     """Parsed `correction=` mapping.
 
-    A statistic is computed per unit (a token, or a completion's mean over tokens). `mask` drops the
-    units outside [low, high] and weighs the others by w; `clip` replaces w by w clamped to [low,
+    The unit of the statistic is a token, or a completion (mean over its tokens). `mask` drops the
+    units outside [low, high] and weights the others by w. `clip` replaces w by w clamped to [low,
     high].
     """
 
@@ -70,8 +70,10 @@ class Correction(Options):
 
 
 def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
-    """The `correction=` mapping (keys level, mode, gating, threshold); None when absent or `level:
-    off`."""
+    """Parse the `correction=` mapping (keys level, mode, gating, threshold).
+
+    Returns None if it is absent or has `level: off`.
+    """
     if values is None:
         return None
     correction = parse(Correction, values, owner="correction")
@@ -81,7 +83,7 @@ def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
 def gate_statistic(
     correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None
 ) -> Tensor:
-    """The gated statistic, (n,) or at sequence level (b,): geometric mean of w, or mean
+    """The gated statistic, (n,), or (b,) at sequence level: geometric mean of w, or mean
     divergence."""
     if correction.gating == "ratio":
         log_ratio_n = old_n - rollout_n
@@ -103,7 +105,7 @@ def _mean(values_n: Tensor, block: Block) -> Tensor:
 def correction_weights(
     correction: Correction, old_N: Tensor, rollout_N: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor of each token's surrogate, and by how much it had to correct.
+    """The factor of each token's surrogate, and statistics of the correction.
 
     Returns:
         weights (N,); (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of `rollout
@@ -124,8 +126,10 @@ def correction_weights(
 def factors(
     correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(n,) factors, and which tokens are outside the band; ``block``: whose tokens they are, at
-    sequence level."""
+    """(n,) factors, and a mask of the tokens outside the band.
+
+    ``block``: the rows of these tokens, at sequence level only.
+    """
     low, high = correction.threshold
     statistic = gate_statistic(correction, old_n, rollout_n, block)
     outside = (statistic < low) | (statistic > high)

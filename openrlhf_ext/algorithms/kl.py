@@ -27,7 +27,7 @@ def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k2(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`(new - ref)^2 / 2`: biased, low variance; its gradient is that of the KL."""
+    """`(new - ref)^2 / 2`: biased, low variance; its gradient is the gradient of the KL."""
     return 0.5 * (new_logprobs - ref_logprobs) ** 2
 
 
@@ -69,9 +69,12 @@ class KLPenalty(Options):
             )
 
     def mean(self, policy_N: Tensor, ref_N: Tensor, segments: Segments) -> float:
-        """What an adaptive controller compares with its target: the mean per token of the estimates
-        within +-10; in the reward first over each completion's tokens (OpenRLHF 0.11.2,
-        `experience_maker.py:215`, `ppo_actor.py:333`)."""
+        """The KL that an adaptive controller compares with its target: a mean of estimates clamped
+        to +-10.
+
+        For a penalty in the loss, the mean over all tokens; in the reward, first the mean over each
+        completion's tokens (OpenRLHF 0.11.2, `experience_maker.py:215`, `ppo_actor.py:333`).
+        """
         kl_N = _bounded_kl(self.estimator, policy_N.double(), ref_N.double(), _MOST_KL)
         if self.place == "loss":
             return float(kl_N.mean())
@@ -80,13 +83,13 @@ class KLPenalty(Options):
     def in_loss(
         self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor, most: float | None = None
     ) -> Tensor:
-        """(N,) penalty per token without its coefficient, within `most`, 0 outside the mask; token
-        by token.
+        """(N,) penalty per token without its coefficient, within `most`, 0 outside the mask.
 
-        The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean;
-        that of k3 is the one of KL(ref || new). With `unbiased_gradient` each has the gradient `w
-        k1 grad log new` of KL(new || ref) on samples of the old policy, `w = new / old` (at most
-        10, as OpenRLHF).
+        Each entry depends on its own token only. The gradient of k1 is the gradient of the
+        log-prob, which is 0 in expectation on samples of the policy. The gradient of k3 is the
+        gradient of KL(ref || new). With `unbiased_gradient`, every estimator has the gradient `w k1
+        grad log new` of KL(new || ref) on samples of the old policy, with `w = new / old` (at most
+        10, as in OpenRLHF).
         """
         value_N = masked_kl(self.estimator, new_N, ref_N, mask_N, most)
         if not self.unbiased_gradient:
@@ -101,7 +104,7 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     """The penalty of the `kl=` mapping, or of `kl_coef`; None when the coefficient is 0.
 
     Raises:
-        ValueError: an illegal mapping, or both forms at once.
+        ValueError: the mapping is illegal, or both forms are set.
     """
     if values is None:
         return KLPenalty(coef=kl_coef) if kl_coef > 0 else None
@@ -124,19 +127,22 @@ def masked_kl(
 
 
 def _bounded_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, most: float | None) -> Tensor:
-    """The estimate clamped to +-most, as OpenRLHF's `compute_approx_kl` (`models/utils.py:54`) does
+    """The estimate clamped to +-most; OpenRLHF's `compute_approx_kl` (`models/utils.py:54`) clamps
     to +-10."""
     if most is None:
         return KL_ESTIMATORS[estimator](policy_N, ref_N)
-    # beyond the bound already; an exponential that overflows would make the gradient 0 * inf
+    # The value is beyond the bound already; an overflowing exponential would make the gradient 0 *
+    # inf.
     if estimator == "k3":
         policy_N = torch.maximum(policy_N, ref_N.detach() - most)
     return KL_ESTIMATORS[estimator](policy_N, ref_N).clamp(-most, most)
 
 
 def reward_kl(penalty: KLPenalty, batch: RolloutBatch, most: float | None = None) -> Tensor:
-    """(N,) what a KL in the reward, within `most`, subtracts per token; ValueError naming one that
-    overflows."""
+    """(N,) amount that a KL in the reward, within `most`, subtracts per token.
+
+    Raises ValueError with the first token whose KL overflows.
+    """
     penalty_N = penalty.coef * _bounded_kl(
         penalty.estimator, batch["old_logprobs"], batch["ref_logprobs"], most
     )

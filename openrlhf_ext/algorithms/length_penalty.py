@@ -52,8 +52,8 @@ def _knee(lengths_B: Tensor, member_B: Tensor, groups: Groups) -> Tensor:
 
 
 def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
-    """Group Relative Overlong Punishment (T6 app. D): easy, hard and medium prompts are treated
-    differently."""
+    """Group Relative Overlong Punishment (T6 app. D), with separate rules for easy, hard and medium
+    prompts."""
     lengths_B = groups.lengths_B.to(torch.float64)
     n_B = groups.count(part.success_B)[groups.index_B]
     m_B = groups.count(part.failure_B)[groups.index_B]
@@ -81,8 +81,10 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
 
 
 def length_penalty(inputs: Inputs, options: PenaltyOptions) -> Tensor:
-    """(B,) float64 R(i) of the configured penalties, zeros without one; ValueError if `truncated`
-    is not known."""
+    """(B,) float64 R(i) of the configured penalties, zeros without one.
+
+    Raises ValueError if `stop_properly` is set and the batch has no `truncated`.
+    """
     rewards_B, truncated_B = inputs.batch.rewards, inputs.batch.truncated
     penalty_B = _of_length(inputs.groups, inputs.part, options)
     if options.stop_properly is None:

@@ -1,13 +1,16 @@
-"""Policy losses: `TokenAlgorithm` (one ratio and advantage per token), `SequenceAlgorithm` (one per
-completion); and the advantage that most methods start from, `GroupRelative`.
+"""Policy losses and the group-relative advantage.
 
-    J = sum_it omega_i (factor_it f(w_it, A_it) - kl_coef KL_it)        tokens; omega: weight of
-    completion i J = 1/Q sum over prompts of 1/G sum_i f(s_i, A_i)                   completions
+`TokenAlgorithm` has one ratio and advantage per token, `SequenceAlgorithm` one per completion. Most
+methods start from the advantage of `GroupRelative`.
+
+    J = sum_it omega_i (factor_it f(w_it, A_it) - kl_coef KL_it)        tokens
+    J = 1/Q sum over prompts of 1/G sum_i f(s_i, A_i)                   completions
     s_i = exp(1/T_i sum_t log w_it)  (geometric)    or    1/T_i sum_t w_it  (arithmetic)
 
-`f` is the clipped surrogate, `factor` the product of lambda (`token_weights`) and the importance
-correction, which at completions is the mean of their tokens' factors. The pieces (ratios,
-surrogate, weights, metrics, the search for what overflows) come first.
+`f` is the clipped surrogate, `omega_i` the weight of completion i, and `factor` the product of
+lambda (`token_weights`) and the importance correction. For completions, the correction is the mean
+of their tokens' factors. The shared functions (ratios, surrogate, weights, metrics, the check for
+overflow) come first.
 
     A_i = (r_i - mean r)/(std r + adv_eps)                  over the completions of one prompt
 
@@ -40,7 +43,7 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 
 
 def promote(logprobs: Tensor) -> Tensor:
-    """Log-probs in at least float32, differentiably."""
+    """Log-probs promoted to at least float32, differentiable."""
     return logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
 
 
@@ -64,15 +67,15 @@ def clipped_surrogate(
     *,
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, to be maximized (J. Schulman et al., arXiv 1707.06347, eq. 7; dual
-    clip:
-    D. Ye et al., arXiv 1912.09729, eq. 4).
+    """PPO's clipped objective, to be maximized.
+
+    J. Schulman et al., arXiv 1707.06347, eq. 7; dual clip: D. Ye et al., arXiv 1912.09729, eq. 4.
 
     `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)` with `w = exp(log_ratio)`, and with
     `dual_clip = k` at least `k A` where `A < 0`. A tie between both terms keeps the gradient.
 
-    The log-ratio is bounded before the exponential, so that a ratio that overflows does no harm
-    where it is clipped or multiplied by 0; anywhere else it gives an infinite objective.
+    The log-ratio is bounded before the exponential, so an overflowing ratio does no harm where it
+    is clipped or multiplied by 0. Anywhere else it gives an infinite objective.
 
     Args:
         log_ratio: log w, the only differentiable input.
@@ -126,13 +129,13 @@ def token_weights(
 
 
 def prompts(shaped: LossBatch) -> Tensor:
-    """Q, the number of groups of the mini-batch that were not dropped; float64, exact, not read
-    from a device."""
+    """Q, the number of groups in the mini-batch that were not dropped; float64, exact, no device
+    sync."""
     return torch.where(shaped.kept, 1.0 / shaped.group_sizes.double(), 0.0).sum().round()
 
 
 def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
-    """(B,) 1/denominator, float64, where the flag is set and the denominator is positive, else
+    """(B,) 1/denominator in float64 where `where_B` is set and the denominator is positive, else
     0."""
     usable_B = where_B & (denominator > 0)
     return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
@@ -146,9 +149,11 @@ def partial_mean(values_N: Tensor, shaped: LossBatch) -> Tensor:
 def ratio_metrics(
     log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch
 ) -> dict[str, Tensor]:
-    """Mean of `old - new` and of its size, clip fractions by sign of the advantage, and the mean
-    product of advantage and new log-prob, which is another one where they are not of the same
-    tokens."""
+    """Mean of `old - new` and of its absolute value, clip fractions, and `alignment`.
+
+    The clip fractions are split by the sign of the advantage. `alignment` is the mean product of
+    advantage and new log-prob; it changes if the two do not belong to the same tokens.
+    """
     product_N = torch.where(
         shaped.loss_mask, (log_ratio_N + shaped["old_logprobs"]) * shaped.advantages, 0.0
     )
@@ -172,10 +177,12 @@ def checked(
     log_ratio_N: Tensor,
     shaped: LossBatch,
 ) -> Loss:
-    """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
+    """Return the loss. On the CPU, raise ValueError if the loss or a log-ratio is infinite or NaN.
+
+    The message names the row and position of the cause.
 
     Args:
-        terms: (N,) or (B,) what the loss is the sum of.
+        terms: (N,) or (B,) terms whose sum is the loss.
     """
     if loss.value.device.type != "cpu" or bool(
         torch.isfinite(loss.value.detach() + log_ratio_N.detach().sum())
@@ -187,7 +194,7 @@ def checked(
         key=lambda term: float(term.max()),
     )
     token = int(worst.argmax())
-    if len(worst) < len(log_ratio_N):  # of completions
+    if len(worst) < len(log_ratio_N):  # one term per completion
         span = shaped.segments.span(slice(token, token + 1))
         token = span.start + int(log_ratio_N.detach()[span].abs().argmax())
     row, position = shaped.segments.place(token)
@@ -209,13 +216,13 @@ class TokenAlgorithm(Algorithm):
     aggregation.
 
     Class attributes:
-        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A
-            class that defines `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or
-            `extra_terms` must say so again by `tokenwise = True`: its hooks then must treat every
-            token alone. The loss is right either way; without it the fused output layer is not
+        tokenwise: `loss` is a sum of per-token terms, so `token_loss` can compute it. A subclass
+            that defines `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or
+            `extra_terms` must set `tokenwise = True` again if its hooks treat every token
+            separately. Without it the loss is still correct, but the fused output layer is not
             used.
         kl_is_token_mean: a KL in the loss is averaged over all tokens, whatever `agg` is.
-        most_kl: bound of a token's KL; None for none.
+        most_kl: upper bound of a token's KL; None for no bound.
     """
 
     kl_places: ClassVar[tuple[str, ...]] = ("loss",)
@@ -286,7 +293,7 @@ class TokenAlgorithm(Algorithm):
     def _terms(
         self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(N,) loss terms, which tokens were clipped, reference KL."""
+        """(N,) loss terms, the mask of clipped tokens, and the reference KL."""
         objective_N, clipped_N, kl_N = self.objective(new_N, log_ratio_N, shaped)
         terms_N = -objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))
         if kl_N is not None and self.kl_is_token_mean:
@@ -314,8 +321,10 @@ class TokenAlgorithm(Algorithm):
         return loss_n
 
     def _prepared(self, new_logprobs: Tensor, shaped: LossBatch) -> LossBatch:
-        """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody
-        chose them."""
+        """The batch with its tokens selected, if `needs_prepare`.
+
+        Raises ValueError for a share that was made before `prepare`.
+        """
         if not self.needs_prepare or shaped.selection is not None:
             return shaped
         if not shaped.complete:
@@ -328,13 +337,13 @@ class TokenAlgorithm(Algorithm):
             f"`shaped = algorithm.prepare(new_logprobs, shaped)` before {step}"
         )
 
-    # ---- what a method may change ----
+    # ---- hooks for methods ----
 
     def objective(
         self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Objective to maximize per token, before aggregation weights; which tokens were clipped;
-        reference KL."""
+        """Objective to maximize per token, before aggregation weights; the mask of clipped tokens;
+        the reference KL."""
         objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
         kl_N = None
         if shaped.ref_logprobs is not None:
@@ -347,8 +356,8 @@ class TokenAlgorithm(Algorithm):
         return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
-        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were
-        clipped."""
+        """Objective per token times `factor`, 0 outside the loss mask, and the mask of clipped
+        tokens."""
         options = self.options
         value_N, clipped_N = clipped_surrogate(
             log_ratio_N,
@@ -372,7 +381,7 @@ class TokenAlgorithm(Algorithm):
         return objective_N
 
     def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
-        """Hook for loss terms (N,) with a normalization of their own; each is a metric by its
+        """Hook for loss terms (N,) with their own normalization; each is a metric under its
         name."""
         return {}
 
@@ -394,7 +403,7 @@ class SequenceAlgorithm(Algorithm):
         }
         return dataclasses.replace(
             shaped,
-            # Truncated-masked completions have a ratio to look at, but weight 0.
+            # Completions masked as truncated keep a ratio for inspection, but have weight 0.
             loss_mask=shaped.segments.spread(shaped.kept),
             # 1/(Q G)
             weights=reciprocal(
@@ -419,8 +428,8 @@ class SequenceAlgorithm(Algorithm):
         return checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
 
     def objective(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """(B,) objectives with their weights; which completions, or what share of their tokens,
-        were clipped; log s."""
+        """(B,) weighted objectives; which completions, or what fraction of their tokens, were
+        clipped; log s."""
         options = self.options
         log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
         objective_B, clipped_B = clipped_surrogate(
@@ -438,7 +447,7 @@ class SequenceAlgorithm(Algorithm):
         segments = shaped.segments
         if self.ratio_kind == "geometric" or len(shaped) == 0:
             return (segments.sums(log_ratio_N) / shaped.lengths).to(log_ratio_N.dtype)
-        # Relative to the largest token ratio, so that nothing overflows.
+        # Scale by the largest token ratio, so that nothing overflows.
         largest_B = segments.maxima(log_ratio_N.detach())
         mean_B = segments.sums((log_ratio_N - segments.spread(largest_B)).exp()) / shaped.lengths
         return largest_B + mean_B.to(log_ratio_N.dtype).log()
@@ -454,17 +463,17 @@ class SequenceAlgorithm(Algorithm):
 
 
 class GroupRelative(Algorithm):
-    """A method whose advantage is the group-relative one; a KL penalty is in the loss or in the
+    """Base of methods with the group-relative advantage; a KL penalty is in the loss or in the
     reward."""
 
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a
-        LossBatch.
+        """The LossBatch fields `rewards` and `seq_advantages`, (B,) float64, and `advantages`,
+        (N,).
 
         r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in
-        groups that were dropped or zeroed, and the same on all tokens of a completion.
+        dropped or zeroed groups. All tokens of a completion have the same A.
         """
         batch = inputs.batch
         rewards_B = batch.rewards + length_penalty(inputs, self.options)
@@ -486,7 +495,7 @@ def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Te
     center_Q = moments.mean
     if getattr(options, "baseline", "seq") == "token":
         lengths_B = groups.lengths_B.to(torch.float64)
-        # Relative to the mean, so that equal rewards give exactly the mean.
+        # Computed relative to the mean, so that equal rewards give exactly the mean.
         shift_Q = groups.sum(lengths_B * (rewards_B - center_Q[groups.index_B])) / groups.sum(
             lengths_B
         )
@@ -503,14 +512,15 @@ def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Te
 def divide_by_std(
     centered_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor
 ) -> Tensor:
-    """`centered / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
+    """`centered / (std + adv_eps)`. Raises ValueError with the group if that would be 0/0."""
     if adv_eps == 0.0:
         require_positive_std(std_B, live_B, group_ids_B)
     return centered_B / torch.where(live_B, std_B + adv_eps, 1.0)
 
 
 def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> None:
-    """`adv_eps: 0` is legal only when no standard deviation that divides is 0."""
+    """Raise ValueError if a standard deviation that divides is 0; `adv_eps: 0` requires this
+    check."""
     flat = (live_B & (std_B == 0)).nonzero().flatten()
     if len(flat):
         group = int(group_ids_B[flat[0]])

@@ -1,9 +1,8 @@
 """Options of methods: their base, the blocks that methods share, and the `length_penalty` mapping.
 
-A method's options class lists the blocks it reads, overrides the defaults that are its own and adds
-its own options, each declared once by `option` (`openrlhf_ext.options`): annotation, default,
-meaning, bounds. `degenerate`, `clip_low`, `clip_high` and `agg` make one of these options with
-another default.
+A method's options class inherits the blocks it reads, overrides defaults, and adds its own options.
+`option` (`openrlhf_ext.options`) declares each option once: annotation, default, meaning, bounds.
+`degenerate`, `clip_low`, `clip_high` and `agg` declare one of these options with another default.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class NoOption(AttributeError):
-    """An option that a class of options has not; where that class stands is looked up when it is
-    told."""
+    """An options class does not have the option. The message looks up the class's file and line
+    when it is formatted."""
 
     def __str__(self) -> str:
         kind, module = type(self.obj), sys.modules[__name__]
@@ -63,7 +62,7 @@ class NoOption(AttributeError):
 
 
 class Options(Section):
-    """Base of all options of methods. A null takes the default unless null is a value of the
+    """Base of all options of methods. A null means the default, unless null is a legal value of the
     option."""
 
     if not TYPE_CHECKING:
@@ -95,7 +94,8 @@ class Options(Section):
         )
 
     def given(self, name: str) -> float:
-        """The value of a number that this version needs, so that `violations` refused a null."""
+        """The value of a number that this version requires. `violations` has rejected null
+        before."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name} is null")
@@ -116,10 +116,10 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def parse(model: type[O], values: Mapping[str, Any], owner: str, *, warn: bool = True) -> O:
-    """The options with these values; with ``warn`` every warning about them is in the log.
+    """The options with these values; with ``warn``, every warning about them is logged.
 
     Raises:
-        ValueError: every violation found, one line each after the name of the `owner`.
+        ValueError: every violation found, one per line, each after the name of the `owner`.
     """
     found = read(model, values)
     if isinstance(found, list):
@@ -150,7 +150,7 @@ class LengthPenalty(Options, PenaltyFormula):
         """(l_max, l_cache) of `dapo`, (L1, L2) of `tan_v1`.
 
         Raises:
-            ValueError: one of them is not set, which `violations` says too.
+            ValueError: one of them is not set; `violations` reports it too.
         """
         first, second = (self.l_max, self.l_cache) if self.kind == "dapo" else (self.L1, self.L2)
         if first is None or second is None:
@@ -188,8 +188,10 @@ class HardPenalty(Options):
 
 
 class PartitionOptions(Options):
-    """Success classes and groups without a signal; not `mask_truncated` and `degenerate`, which
-    some do not read."""
+    """Success classes and groups without a signal.
+
+    `mask_truncated` and `degenerate` are not included: some methods do not read them.
+    """
 
     success_threshold: Float = option(
         0.5, "a completion is successful iff its reward is above this"
@@ -217,7 +219,7 @@ def degenerate(default: Degenerate) -> Any:
 
 
 def _number_of_text(value: Any) -> Any:
-    """A command line hands over text, also for numbers; True is no 1."""
+    """Convert text from a command line to a number. Raises ValueError for a bool: true is not 1."""
     if isinstance(value, bool):
         raise ValueError("true is no 1")
     return int(value) if isinstance(value, str) and value.isdigit() else value
@@ -302,7 +304,7 @@ class ClipIntervalOptions(Options):
         yield from self.interval_violations()
 
     def interval_violations(self) -> Iterator[Violation]:
-        """Both ends, or none."""
+        """A violation if only `clip_low` is set."""
         if self.clip_low is not None and self.clip_high is None:
             yield Violation(
                 ("clip_low", "clip_high"),
@@ -406,14 +408,14 @@ class EntropyOptions(Options):
 
 
 class GroupOptions(PartitionOptions, TruncationOptions, SequenceAdvantageOptions, PenaltyOptions):
-    """What the group-relative advantage reads."""
+    """Options of the group-relative advantage."""
 
 
 class TokenGroupOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
-    """What methods read that put the group-relative advantage on every token."""
+    """Options of methods that put the group-relative advantage on every token."""
 
 
 class EntropyShapingOptions(
     PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions
 ):
-    """What `gtpo_entropy` and `grpo_s` read."""
+    """Options of `gtpo_entropy` and `grpo_s`."""

@@ -1,9 +1,8 @@
-"""Rows of different lengths, concatenated: which entries of a flat tensor belong to which, and sums
-over rows.
+"""Segments: rows of different lengths concatenated in flat tensors, and sums over the rows.
 
-A (N,) tensor holds the tokens of all rows, without padding. Large ones are processed a few rows at
-a time, so that temporaries stay in the cache: a fresh (N,) temporary costs its page faults, a
-block's are reused by the allocator.
+A (N,) tensor holds the tokens of all rows, without padding. Large tensors are processed a few rows
+at a time, so that temporaries stay in the cache: a fresh (N,) temporary costs page faults, while
+the allocator reuses the memory of a block.
 
 Shape suffixes: B = rows, N = tokens of all rows, Q = groups, b = rows of a block, n = tokens of a
 block.
@@ -22,18 +21,18 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 1 << 18
-"""Tokens of a block of rows; a longer row is a block of its own."""
+"""Maximum tokens of a block of rows; a longer row is a block of its own."""
 
 RowSelection = Tensor | Sequence[int] | slice
 
 
 class Segments:
-    """Where each of B rows is in flat (N,) tensors.
+    """The positions of B rows in flat (N,) tensors.
 
     Attributes:
         lengths_B: (B,) int64 tokens of each row, on the device of the flat tensors.
-        bounds: (B + 1,) int64 where rows begin and end, always on the host: cutting waits for no
-        device.
+        bounds: (B + 1,) int64 boundaries of the rows, always on the host, so that slicing needs no
+            device sync.
     """
 
     def __init__(self, lengths_B: Tensor, bounds: np.ndarray | None = None) -> None:
@@ -60,22 +59,22 @@ class Segments:
 
     @cached_property
     def single(self) -> bool:
-        """Every row is one token: what is said of rows is said of tokens."""
+        """True if every row is one token, so that rows and tokens are the same."""
         return self.tokens == len(self) and bool((np.diff(self.bounds) == 1).all())
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same of tensors on another device."""
+        """A copy for tensors on another device."""
         return Segments(self.lengths_B.to(device), self.bounds)
 
     def span(self, rows: slice) -> slice:
-        """The tokens of neighboring rows."""
+        """The token slice of neighboring rows."""
         first, stop, step = rows.indices(len(self))
         if step != 1:
             raise ValueError(f"rows of a slice must be neighbors, got step {step}")
         return slice(int(self.bounds[first]), int(self.bounds[max(first, stop)]))
 
     def select(self, rows: RowSelection) -> Segments:
-        """Those of some rows, concatenated."""
+        """The segments of the selected rows, concatenated."""
         if isinstance(rows, slice):
             first, stop, _ = rows.indices(len(self))
             bounds = self.bounds[first : max(first, stop) + 1]
@@ -85,7 +84,7 @@ class Segments:
         return Segments(torch.from_numpy(lengths).to(self.lengths_B.device), bounds)
 
     def take(self, values_N: Tensor, rows: RowSelection) -> Tensor:
-        """The entries of some rows, concatenated; a view for a slice of rows."""
+        """The entries of the selected rows, concatenated; a view if `rows` is a slice."""
         if isinstance(rows, slice):
             return values_N[self.span(rows)]
         index = _on_host(rows)
@@ -95,7 +94,7 @@ class Segments:
     def put(
         self, target_N: Tensor | np.ndarray, values_n: Tensor | np.ndarray, rows: RowSelection
     ) -> None:
-        """Writes entries of some rows, as ``take`` gives them, to where these rows are."""
+        """Writes entries of some rows, as ``take`` returns them, to the positions of these rows."""
         index, start = _on_host(rows), 0
         for first, stop in zip(
             self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True
@@ -104,7 +103,7 @@ class Segments:
             start += stop - first
 
     def spread(self, values_B: Tensor) -> Tensor:
-        """(N,) each token's entry is that of its row."""
+        """(N,) each token gets the entry of its row."""
         if self.single:
             return values_B
         out_N = values_B.new_empty(self.tokens)
@@ -115,17 +114,17 @@ class Segments:
     def sums(self, values_N: Tensor) -> Tensor:
         """(B,) float64 sum over each row's tokens, differentiable."""
         blocks = list(self.blocks())
-        # split once: the gradients of many slices would be a whole tensor each
+        # One split: the gradient of each separate slice would be a full-size tensor.
         parts = values_N.split([block.size for block in blocks])
         sums = [block.sums(values_n) for block, values_n in zip(blocks, parts, strict=True)]
         return torch.cat([values_N[:0].to(torch.float64), *sums])
 
     def maxima(self, values_N: Tensor) -> Tensor:
-        """(B,) largest entry of each row, of which none is empty."""
+        """(B,) largest entry of each row; no row may be empty."""
         return torch.segment_reduce(values_N, "max", lengths=self.lengths_B, unsafe=True)
 
     def place(self, token: int) -> tuple[int, int]:
-        """Row of a token, and its position there."""
+        """The row of a token, and the token's position in that row."""
         row = int(np.searchsorted(self.bounds, token, side="right")) - 1
         return row, token - int(self.bounds[row])
 
@@ -139,13 +138,13 @@ class Segments:
             return Block(rows, self.span(rows), self.lengths_B[rows])
         index = _on_host(rows)
         lengths = np.diff(self.bounds)[index]
-        # less than where the row is, by what is before it
+        # The offset between a row's place in the batch and its place in the block.
         start = self.bounds[index] - (np.cumsum(lengths) - lengths)
         tokens = torch.from_numpy(np.repeat(start, lengths) + np.arange(lengths.sum()))
         return Block(rows, tokens.to(self.lengths_B.device), self.lengths_B[rows])
 
     def blocks(self) -> Iterator[Block]:
-        """Blocks of neighboring rows that cover all."""
+        """Blocks of neighboring rows that cover all rows."""
         first = 0
         while first < len(self):
             fitting = (
@@ -162,8 +161,8 @@ class Block:
     """Some rows of a batch.
 
     Attributes:
-        rows, tokens: which rows, and which entries of the flat tensors: slices where they are
-        neighbors.
+        rows, tokens: which rows, and which entries of the flat tensors; slices if they are
+            neighbors.
         lengths_b: int64 tokens of each row.
     """
 
@@ -182,12 +181,12 @@ class Block:
 
     @cached_property
     def row_n(self) -> Tensor:
-        """(n,) int64 row of each token, counted in the block."""
+        """(n,) int64 row of each token, numbered within the block."""
         rows_b = torch.arange(len(self.lengths_b), device=self.lengths_b.device)
         return torch.repeat_interleave(rows_b, self.lengths_b, output_size=self.size)
 
     def token(self, index: int) -> int:
-        """Which token of the batch the block's `index`-th is."""
+        """The batch token index of the block's token `index`."""
         return (
             int(self.tokens[index])
             if isinstance(self.tokens, Tensor)
@@ -200,20 +199,20 @@ class Block:
         return self.spread(first_b - start_b).add_(torch.arange(self.size, device=first_b.device))
 
     def spread(self, values_b: Tensor) -> Tensor:
-        """(n,) each token's entry is that of its row."""
+        """(n,) each token gets the entry of its row."""
         return values_b.index_select(0, self.row_n)
 
     def sums(self, values_n: Tensor) -> Tensor:
         """(b,) float64 sum over each row's tokens, differentiable."""
-        # `unsafe` leaves out a check of the lengths that would wait for the device
+        # `unsafe` skips a check of the lengths that would synchronize with the device.
         return torch.segment_reduce(
             values_n.to(torch.float64), "sum", lengths=self.lengths_b, unsafe=True
         )
 
 
 def group_blocks(segments: Segments, order_B: Tensor, sizes_Q: Tensor) -> list[tuple[slice, Block]]:
-    """Blocks of whole groups that cover all rows; larger than `BLOCK_TOKENS` only where one group
-    is.
+    """Blocks of whole groups that cover all rows; a block exceeds `BLOCK_TOKENS` only if a single
+    group does.
 
     Args:
         order_B: rows in the order of their groups.
@@ -240,18 +239,19 @@ def float64_sum(values_N: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> np.ndarray:
-    """A tensor's entries as numpy's, on the CPU: they leave a pickle out of band, so that Ray
-    copies them once."""
+    """A tensor's entries as a numpy array on the CPU. Pickle sends it out of band, so Ray copies it
+    once."""
     return tensor.detach().cpu().contiguous().numpy()
 
 
 def from_plain(array: np.ndarray) -> Tensor:
-    """The tensor again; a copy where the array is not to be written to, as what Ray has read."""
+    """The tensor of a numpy array; a copy if the array is read-only, as arrays read from Ray
+    are."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class Packed:
-    """Fields of a dataclass, of which tensors travel to another process as numpy's arrays."""
+    """A dataclass whose tensors travel to another process as numpy arrays."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: packed(getattr(self, each.name)) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -261,14 +261,14 @@ class Packed:
 
 
 def packed(value: Any) -> Any:
-    """A tensor, or a dict with tensors among its values, for the way to another process."""
+    """A tensor, or a dict with tensors among its values, converted for another process."""
     if isinstance(value, dict):
         return {key: packed(item) for key, item in value.items()}
     return plain(value) if isinstance(value, Tensor) else value
 
 
 def unpacked(value: Any) -> Any:
-    """What ``packed`` has made."""
+    """The inverse of ``packed``."""
     if isinstance(value, dict):
         return {key: unpacked(item) for key, item in value.items()}
     return from_plain(value) if isinstance(value, np.ndarray) else value

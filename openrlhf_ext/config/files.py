@@ -1,4 +1,5 @@
-"""What a run's options name: paths, hub names and URLs, models in folders, source code."""
+"""Files, folders and addresses that a run's options name: paths, hub names and URLs, model folders,
+source code."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def is_http_url(text: str) -> bool:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether the text has the form ``org/name`` of a Hugging Face hub name and no local folder is
-    meant by it."""
+    """Whether the text has the form ``org/name`` of a Hugging Face hub name and is not a local
+    folder."""
     path = Path(text)
     if path.suffix.lower() in (*DATA_SUFFIXES, ".py"):
         return False
@@ -55,11 +56,14 @@ def is_hub_name(text: str) -> bool:
 
 
 def resolve_path(value: str, kind: PathKind) -> str:
-    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs
-    separated by commas, ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name
-    (``name=path``). Inputs that are URLs or hub names stay as they are."""
+    """Returns ``value`` with its local paths made absolute (``~`` expanded); URLs and hub names
+    stay unchanged.
+
+    ``value`` is one path, or several inputs separated by commas. An input may have the form
+    ``path@folder``, as in OpenRLHF's datasets, and may have a name (``name=path``).
+    """
     if not value.strip():
-        return value  # refused; it would become the current directory
+        return value  # rejected elsewhere; it would become the current directory
     if kind == "output":
         return _absolute(value)
     return ",".join(map(_resolve_input, split_inputs(value)))
@@ -80,7 +84,7 @@ def _resolve_input(text: str) -> str:
 
 
 def _without_folder(text: str) -> tuple[str, str | None]:
-    """``path@folder`` as its two parts. A path that exists may have ``@`` of its own."""
+    """Splits ``path@folder`` into its two parts. A path that exists may contain ``@``."""
     if "@" not in text or path_exists(text):
         return text, None
     at = text.index("@")
@@ -97,14 +101,14 @@ class DatasetRef:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a local data file, which has one split and no folders."""
+        """Whether it is a local data file; such a file has one split and no folders."""
         path = Path(self.path)
         return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
 
 
 def inputs_of(config: BaseModel, option: str) -> str:
-    """Paths, hub names and URLs of an option, separated by commas, without names of sets
-    (``eval.dataset``, ``eval.remote_url``); "" if none are given."""
+    """Returns the paths, hub names and URLs of an option, separated by commas, without names of
+    sets (``eval.dataset``, ``eval.remote_url``); "" if none are given."""
     value = value_of(config, option) or ""
     return ",".join(rest for _, rest in named_parts(value)) if option.startswith("eval.") else value
 
@@ -123,11 +127,11 @@ _PUBLISHERS = ("Qwen", "meta-llama")
 
 
 def model_folder(name: str) -> str | None:
-    """The folder whose ``config.json`` says what a model is: its own, or that of ``configs/models``
+    """Returns the folder with the model's ``config.json``: its own, or one of ``configs/models``
     for a hub name.
 
-    ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. None if
-    the name is a hub's and there is no such folder.
+    ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. Returns
+    None for a hub name without such a folder.
     """
     if not is_hub_name(name):
         return name
@@ -145,22 +149,23 @@ def unknown_model(name: str) -> str:
 
 
 def has_weights(folder: str) -> bool:
-    """A folder of ``config.json`` alone is for a dry run."""
+    """Whether the folder holds weights; a folder with only ``config.json`` suffices for a dry
+    run."""
     return any(Path(folder).glob("*.safetensors"))
 
 
 def names_code(
     folder: str, names: Sequence[str] = ("config.json", "tokenizer_config.json")
 ) -> bool:
-    """Whether these files of a model folder name Python code of its own, which nothing here
+    """Whether these files of a model folder name custom Python code, which nothing here
     executes."""
     files = [Path(folder) / name for name in names]
     return any(file.is_file() and b'"auto_map"' in file.read_bytes() for file in files)
 
 
 def require_definition(path: str, *names: str) -> None:
-    """Raises InputError unless the Python file, which is not run, defines one of the names at top
-    level."""
+    """Raises InputError unless the Python file defines one of the names at top level. The file is
+    not executed."""
     text = read_text(path)
     with reading(path, "as Python"):
         tree = ast.parse(text, filename=path)
@@ -196,13 +201,13 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def parameter_count(folder: str | None) -> int | None:
-    """Parameters in a folder's safetensors files, from their headers; None if there is none or it
-    is no such file."""
+    """Returns the number of parameters in a folder's safetensors files, from their headers; None
+    without valid files."""
     files = sorted(Path(folder).glob("*.safetensors")) if folder is not None else []
     try:
         return sum(map(_elements, files)) or None
     except InputError:
-        return None  # whether the model can be loaded is checked, and reported, elsewhere
+        return None  # other checks report whether the model can be loaded
 
 
 def _elements(path: Path) -> int:
@@ -217,7 +222,8 @@ def _elements(path: Path) -> int:
 
 
 def downloaded(option: str, name: str) -> str:
-    """The folder of a hub model's files. Raises ConfigError: it cannot be downloaded."""
+    """Downloads a hub model and returns the folder of its files. Raises ConfigError if that
+    fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HTTPError
 

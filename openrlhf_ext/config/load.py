@@ -1,5 +1,5 @@
-"""From files and command-line words to a checked, frozen configuration, each value with its place
-of origin."""
+"""From files and command-line words to a checked, frozen configuration that records the origin of
+each value."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
 from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words, table_of
 
 COMMAND_LINE = "command line"
-# options; a file of another program has thousands, and to guess what was meant takes time
+# Number of unknown options to report: a file of another program has thousands, and finding similar
+# names takes time.
 _SHOWN_UNKNOWN = 20
 C = TypeVar("C", bound=Configuration)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``origin`` is ``file:line`` or ``command line``."""
+    """One option's value; ``origin`` is ``file:line`` or ``command line``."""
 
     name: str
     value: Any
@@ -60,8 +61,8 @@ class Setting:
 
 @dataclass
 class CommandLine:
-    """What stood on it; ``help_filter``: the section (or part of a name) to show, "" = all, None =
-    no help."""
+    """The parsed command line; ``help_filter``: the section (or part of a name) to show, "" = all,
+    None = no help."""
 
     config_files: list[str] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
@@ -77,30 +78,32 @@ _SCALARS = (  # tag, form, first characters
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 )
 _TAG = "tag:yaml.org,2002:"
-_FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}  # half of a UTF-16 pair is no character
+# Half of a UTF-16 pair is not a character.
+_FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}
 _FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
-_FORMS |= {f"{_TAG}merge": re.compile("<<")}  # no scalar of ours; studies' loader knows it
+# "<<" is not a scalar of this schema; the loader of studies reads it.
+_FORMS |= {f"{_TAG}merge": re.compile("<<")}
 _FILE_BYTES = 1 << 20
-_LEVELS, _NODES = 20, 20_000  # the longest configuration of this repository has 5 and some 200
+# The longest configuration of this repository has 5 levels and some 200 values.
+_LEVELS, _NODES = 20, 20_000
 
 
 class ConfigLoader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2's core schema, of bounded size.
 
-    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text:
-    an
-    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says. An alias counts as
-    what it stands for.
+    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text.
+    ``is_correction_level: off`` or ``lr: 1e-6`` would then have the wrong type. An alias counts
+    with the size of its target.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = self._nodes = 0
-        self._size_of: dict[int, int] = {}  # of a node that is complete, with all below it
+        self._size_of: dict[int, int] = {}  # size of a complete node, with all nodes below it
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises ComposerError: too many nodes, too deep, that refer to themselves, or are none of
-        the core schema."""
+        """Composes a node. Raises ComposerError for too many nodes, too deep nesting, a
+        self-reference, or a node outside the core schema."""
         mark, before = self.peek_event().start_mark, self._nodes
         self._level, self._nodes = self._level + 1, self._nodes + 1
         if self._level > _LEVELS:
@@ -112,7 +115,7 @@ class ConfigLoader(yaml.SafeLoader):
             said = f"the alias *{self.peek_event().anchor} has no anchor that ends before"
             raise ComposerError(None, None, said, mark)
         node = super().compose_node(parent, index)
-        self._nodes += self._size_of.get(id(node), 0)  # of an alias
+        self._nodes += self._size_of.get(id(node), 0)  # the size of an alias's target
         self._size_of.setdefault(id(node), self._nodes - before)
         if self._nodes > _NODES:
             raise ComposerError(None, None, f"more than {_NODES} values, aliases included", mark)
@@ -129,8 +132,8 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 def _node_fault(node: yaml.Node | None) -> str | None:
-    """Why a node is none of the core schema; explicit tags (``!!int abc``) need not fit what they
-    stand before."""
+    """Returns why a node is not part of the core schema, or None. An explicit tag (``!!int abc``)
+    need not match its value."""
     if isinstance(node, yaml.ScalarNode):
         form = _FORMS.get(node.tag)
         is_good = form is not None and form.fullmatch(node.value) is not None
@@ -158,11 +161,11 @@ ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 
 
 def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violation]]:
-    """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no
-    YAML, a key twice).
+    """Returns the settings of a YAML file, in its order, and the faults of the file itself
+    (missing, not YAML, a duplicate key).
 
-    Nested and dotted keys may be mixed. A path such as ``configs/recipes/smoke_cpu.yaml`` that is
-    not in the working folder is one that the package ships.
+    Nested and dotted keys may be mixed. A path such as ``configs/recipes/smoke_cpu.yaml`` that does
+    not exist in the working folder refers to a file that the package ships.
     """
     given = os.path.expanduser(path)
     if not os.path.exists(given) and given.startswith("configs/") and shipped(given).exists():
@@ -195,7 +198,7 @@ def read_files(paths: Sequence[str], table: OptionTable) -> tuple[list[Setting],
 
 
 def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
-    """``file:line is not valid YAML: what`` with the usual cause."""
+    """Returns ``file:line is not valid YAML: problem`` with the usual cause."""
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return f"{path} is not valid YAML: {' '.join(str(error).split())}"
     return (
@@ -205,7 +208,7 @@ def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
 
 
 class _YamlReader:
-    """Walks the nodes of one file, so that every value keeps its line."""
+    """Walks the nodes of one file and keeps the line of every value."""
 
     def __init__(self, path: str, loader: ConfigLoader, table: OptionTable) -> None:
         self.path, self.loader, self.table = path, loader, table
@@ -219,7 +222,7 @@ class _YamlReader:
         if isinstance(node, yaml.MappingNode) and not is_leaf:
             for key, value in node.value:
                 yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
-        # a section with all its lines commented out
+        # A null section has all its lines commented out.
         elif not (is_null and self.table.is_section(name)):
             yield self._setting(node, name)
 
@@ -250,7 +253,7 @@ def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
 def words_by_option(
     argv: Sequence[str], violations: list[Violation]
 ) -> Iterator[tuple[str, list[str]]]:
-    """``--name`` with the words that follow it; ``--name=value`` counts as two words."""
+    """Yields ``--name`` with the words that follow it; ``--name=value`` counts as two words."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") or word == "-h":
@@ -269,7 +272,7 @@ def words_by_option(
 
 def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -> None:
     named = [word for word in values if table.find(word) is not None and not os.path.exists(word)]
-    if named:  # what follows it are its values
+    if named:  # the words that follow it are its values
         said = (
             f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
         )
@@ -287,7 +290,7 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
     if option is None and switch is not None and switch.arity == "flag" and not words:  # --no-NAME
         option, name, words = switch, switch.name, ["false"]
     if option is None and not _is_earlier(name, table):
-        # reported with the unknown names of the files
+        # Reported later, together with the unknown names of the files.
         line.settings.append(Setting(name, words, COMMAND_LINE))
         return
     try:
@@ -308,13 +311,14 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
 
 
 def _is_earlier(name: str, table: OptionTable) -> bool:
-    """Only ``train_ppo_ray`` knows names of earlier releases."""
+    """Whether ``name`` is an option of an earlier release; only ``train_ppo_ray`` supports
+    those."""
     return table.model is RunConfig and table.find(name) is None and is_earlier(name)
 
 
 def _free_value(words: list[str]) -> Any:
-    """A value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list for
-    several words."""
+    """Parses a value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list
+    for several words."""
     values = [yaml.load(word, Loader=ConfigLoader) for word in words]  # noqa: S506 (a SafeLoader)
     if not values:
         return True
@@ -322,7 +326,7 @@ def _free_value(words: list[str]) -> Any:
 
 
 def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
-    """The settings inside a map of options; the value itself when it is no map."""
+    """Yields the settings inside a map of options, or the value itself if it is not a map."""
     if not isinstance(value, dict):
         yield Setting(name, value, origin)
         return
@@ -351,9 +355,9 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
 
 Rules = Callable[[C], Findings]
 Choice = Callable[[C], Mapping[str, Any]]
-"""Makes the options that a configuration leaves to it, before any rule is asked."""
+"""Chooses the options that a configuration leaves open, before the rules are checked."""
 CHOSEN = "chosen: megatron.layout auto"
-"""Where such an option got its value (``RunConfig.sources``)."""
+"""The source of a chosen option (``RunConfig.sources``)."""
 _SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -376,22 +380,22 @@ def load(
     """Builds the configuration of a command from its words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one
-    wins). Relative paths are resolved against the current directory. Nothing heavier than pydantic,
-    PyYAML, safetensors and tokenizers is imported, unless there is a data file of a form that
-    pandas or pyarrow reads.
+    wins). Relative paths are resolved against the current directory. Imports nothing heavier than
+    pydantic, PyYAML, safetensors and tokenizers, unless a data file has a format that pandas or
+    pyarrow reads.
 
     Args:
         model: the options of the command.
         argv: words after the program's name: ``--config FILE.yaml`` (repeatable),
             ``--section.name value ...``, ``--help [section]`` (prints and exits with status 0).
-        rules: what is checked, for one report; called with a configuration whose types are right,
-            which may break other rules.
-        choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
-        chosen: options that the caller gives other values, so that no rule about them is asked.
+        rules: checks whose findings form one report; called with a configuration whose types are
+            correct but which may break other rules.
+        choice: resolves ``megatron.layout auto``; without it the sizes stay unchanged.
+        chosen: options that the caller will change, so rules about them are ignored.
 
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken
-        rules, absent files.
+            rules, missing files.
     """
     table = table_of(model)
     line = read_command_line(argv, table)
@@ -409,7 +413,7 @@ def load(
     ]
     of_files, broken = read_files(line.config_files, table)
     if any(not violation.options for violation in broken):
-        # of a file that could not be read: they would be about defaults that nobody meant
+        # After an unreadable file, rules would report defaults that the user did not choose.
         rules, choice = (), None
     draft = Draft(table, [*line.violations, *broken])
     return _build(model, draft, [*settings, *of_files, *line.settings], rules, choice, chosen)
@@ -422,8 +426,11 @@ def load_config(
     files: bool = True,
     **how: Any,
 ) -> RunConfig:
-    """The configuration of a run, with all of its rules and ``more_rules``; without ``files`` data,
-    reward and outputs are neither needed nor looked at. ``how``: see :func:`load`."""
+    """Builds the configuration of a run and checks all of its rules and ``more_rules``.
+
+    Without ``files``, data, reward and outputs are neither required nor checked. ``how``: see
+    :func:`load`.
+    """
     rules = [
         check_config if files else check_settings,
         *([more_rules] if more_rules is not None else []),
@@ -434,7 +441,7 @@ def load_config(
 def build_config(
     values: Mapping[str, Any], *, origin: str = "code", files: bool = True
 ) -> RunConfig:
-    """The same from dotted names, for programs and tests:
+    """Builds the configuration from dotted names, for programs and tests:
     ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
     settings = [
         setting for name, value in values.items() for setting in flattened(name, value, origin)
@@ -446,14 +453,14 @@ def build_config(
 
 @dataclass
 class Draft:
-    """A configuration while it is made of its settings."""
+    """A configuration under construction from its settings."""
 
     table: OptionTable
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """What is said of settings that mean something else here than in OpenRLHF, or nothing."""
+    """Warnings about settings whose meaning differs from OpenRLHF's, or that have none."""
 
     def reject(self, violation: Violation, name: str | None = None) -> None:
         self.violations.append(violation)
@@ -462,8 +469,8 @@ class Draft:
 
     @property
     def tainted(self) -> set[str]:
-        """Options that are already complained about; no rule is checked on the defaults that stand
-        in for them."""
+        """Options that already have a violation; no rule is checked on the defaults that replace
+        them."""
         return {option for violation in self.violations for option in violation.options}
 
 
@@ -494,7 +501,7 @@ def _build(
     config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted | set(chosen)
-    # in the place of an estimator that is refused stands the default, whose critic nobody asked for
+    # A rejected estimator is replaced by the default one, whose critic the user did not request.
     prefix = ("critic.",) if "algo.advantage.estimator" in tainted else ()
     untainted = (v for found in findings for v in found.violations if tainted.isdisjoint(v.options))
     draft.violations += [
@@ -510,8 +517,8 @@ def _build(
 
 
 def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or
-    0.9 keeps its defaults."""
+    """Translates settings with names of an earlier OpenRLHF; a script of 0.8 or 0.9 keeps its
+    defaults."""
     earlier = {
         setting.name: setting for setting in settings if _is_earlier(setting.name, draft.table)
     }
@@ -545,8 +552,8 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
-    """Known settings into ``draft``. The last value wins, also over values above and below its name
-    in open maps."""
+    """Puts known settings into ``draft``. The last value wins, also over values above and below its
+    name in open maps."""
     unknown: list[Setting] = []
     for setting in settings:
         option = draft.table.find(setting.name)
@@ -572,7 +579,8 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def stand_in(draft: Draft) -> None:
-    """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
+    """Reads sizes and types that OpenRLHF gives DeepSpeed as Megatron's, unless Megatron's are
+    given."""
     if any(f"megatron.{size}" in draft.values for size in _SIZES):
         draft.values.setdefault("megatron.layout", "given")
     for name, ours in STANDS_FOR.items():
@@ -591,8 +599,8 @@ def stand_in(draft: Draft) -> None:
 
 
 def _share_gpus(draft: Draft) -> None:
-    """What ``train.colocate_all`` asks for depends on whether engines sample while the policy
-    trains."""
+    """Applies ``train.colocate_all``, whose effect depends on whether engines sample while the
+    policy trains."""
     shares = _says(draft, "train.colocate_all")
     streams = (
         _says(draft, "train.async_enable")
@@ -624,7 +632,7 @@ def _says(draft: Draft, flag: str) -> bool:
 
 
 def as_chosen(draft: Draft, made: Mapping[str, Any]) -> None:
-    """Takes the options that ``megatron.layout auto`` came to."""
+    """Applies the options that ``megatron.layout auto`` chose."""
     draft.origins |= {
         name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins
     }
@@ -638,7 +646,7 @@ def _chosen_origin(draft: Draft, name: str) -> str:
 
 
 def resolve_paths(draft: Draft) -> None:
-    """Makes local paths absolute; refuses those that mean nothing."""
+    """Makes local paths absolute; rejects invalid paths."""
     for name, value in list(draft.values.items()):
         kind = draft.table[name].info.path if name in draft.table else None
         if kind is None or not isinstance(value, str):
@@ -653,8 +661,8 @@ def resolve_paths(draft: Draft) -> None:
 
 
 def _path_fault(parts: Iterable[str]) -> str | None:
-    """What is wrong with one of several paths: it is empty (the current directory?), or no name of
-    a file at all."""
+    """Returns the fault of the first invalid path: it is empty (which would mean the current
+    directory), or not a file name."""
     for part in parts:
         if not part.strip():
             return "an empty path"
@@ -662,7 +670,7 @@ def _path_fault(parts: Iterable[str]) -> str | None:
             os.stat(os.path.expanduser(part.strip()))
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:  # too long, a NUL, links that go round
+        except (OSError, ValueError) as error:  # too long, a NUL, cyclic links
             if not is_url(part):
                 return (
                     f"a path that cannot be looked up ({getattr(error, 'strerror', None) or error})"
@@ -671,7 +679,7 @@ def _path_fault(parts: Iterable[str]) -> str | None:
 
 
 def _derive_paths(draft: Draft) -> None:
-    """Paths that follow from others, or from the current directory."""
+    """Sets paths that follow from other paths or from the current directory."""
     values, table = draft.values, draft.table
     for name in {"ckpt.output_dir", "ckpt.path"} & table.keys():
         values.setdefault(name, resolve_path(table[name].default, "output"))
@@ -684,7 +692,7 @@ def _derive_paths(draft: Draft) -> None:
 
 
 def typed(draft: Draft, model: type[C]) -> C:
-    """The model of the settings that have the right types; the others are reported and left at
+    """Builds the model from the settings with correct types; reports the others and leaves them at
     their defaults."""
     found = read(model, nest(draft.values))
     if not isinstance(found, list):
@@ -712,7 +720,8 @@ def _value_hint(option: Option, value: Any) -> str:
 
 
 def note_unsupported(draft: Draft, config: Configuration) -> None:
-    """Options that are not built, a fault each, and those that mean nothing here, a line each."""
+    """Reports options that are not implemented (a violation each) and options without meaning here
+    (a warning each)."""
     for name, option in draft.table.items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
             said = option.unsupported.message(

@@ -1,8 +1,8 @@
-"""Records of data: one reader of prompts, labels, messages and answers, for a run, its checks and
-evaluations alike.
+"""Records of data: the only reader of prompts, labels, messages and answers, for runs, checks and
+evaluations.
 
-A value has the type that it has in the file: a text of a JSON file stays a text, whatever it looks
-like, an integer stays an integer with all of its digits, and each field of a CSV file is a text.
+A value keeps its type from the file: a text in a JSON file stays a text, whatever it contains, an
+integer keeps all of its digits, and every field of a CSV file is a text.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ logger = logging.getLogger(__name__)
 
 FAULTS_KEPT = 6
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout", "held_out")
-"""Names of splits that are not for training, the first that a data set has is evaluated."""
+"""Names of splits that are not for training; an evaluation uses the first one that the data set
+has."""
 TOOLS_ARE_NOT_READ = "the key 'tools' is not read: put the tools into a system message"
 _FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-# else they would be read as JSON
+# Without this check these files would be read as JSON.
 _NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")
 Chat = list[dict[str, Any]]
-Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and what stands there
+Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and the record there
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers``
-    the label is an answer to train on, and where there is no label the prompt is a chat that ends
-    in one."""
+    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages.
+
+    With ``answers`` the label is an answer to train on; without a label, the prompt is a chat whose
+    last message is the answer.
+    """
 
     prompt: str
     label: str | None = None
@@ -55,13 +58,13 @@ class Wanted:
     label_option: str = "data.label_key"
 
 
-# ---- what a data set is
+# ---- data sets
 
 
 @dataclass(frozen=True)
 class Source:
-    """One split of a data set: ``files`` of one form that the reader below reads, or ``rows``, a
-    Hugging Face data set of a form that only the library ``datasets`` knows."""
+    """One split of a data set: ``files`` of one format that this module reads, or ``rows``, a
+    Hugging Face data set in a format that only the library ``datasets`` reads."""
 
     path: str
     form: str = ""
@@ -69,7 +72,7 @@ class Source:
     rows: Any = None
 
     def records(self, wanted: Wanted) -> Records:
-        """All records, with file and place of each."""
+        """Yields all records, each with its file and place."""
         for file in self.files:
             for place, record in records_of(file, wanted, self.form):
                 yield f"{file}, {place}" if len(self.files) > 1 else place, record
@@ -79,11 +82,11 @@ class Source:
 
 
 def open_source(ref: DatasetRef, split: str | None) -> Source:
-    """The split of a data set, which is downloaded if it is a hub's.
+    """Opens a split of a data set, after downloading it if it is on the hub.
 
     Args:
-        split: None: a held-out one (``HELD_OUT_SPLITS``) where the data set has several, else the
-        only one.
+        split: None: a held-out split (``HELD_OUT_SPLITS``) if the data set has several splits, else
+            the only one.
 
     Raises:
         InputError: there is no such split, or the data set cannot be read.
@@ -120,7 +123,7 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
 
 
 def _say_what_is_left_out(folder: Path, form: str) -> None:
-    """Of a folder with files of several forms ``datasets`` takes those of one."""
+    """Warns about files that are not read: ``datasets`` reads only one format of a folder."""
     data = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in DATA_SUFFIXES)
     others = [
         path.name
@@ -135,7 +138,7 @@ def _say_what_is_left_out(folder: Path, form: str) -> None:
 
 
 def _form_of(path: Path) -> str:
-    """A file that is no .csv, .parquet or .arrow is read as JSON."""
+    """Returns the format of a file; a file other than .csv, .parquet or .arrow is read as JSON."""
     return _FORMS.get(path.suffix.lower(), "json")
 
 
@@ -159,9 +162,10 @@ def read_records(
     probabilities: str | None = None,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """The records of all data sets of a value, at most ``most`` of each and of all, in order, or
-    interleaved as ``datasets.interleave_datasets`` does by ``probabilities`` (OpenRLHF's
-    ``blending_datasets``).
+    """Yields the records of all data sets in ``value``, at most ``most`` from each and in total.
+
+    The data sets come in order, or interleaved by ``probabilities`` as
+    ``datasets.interleave_datasets`` does (OpenRLHF's ``blending_datasets``).
 
     Raises:
         InputError: a record cannot be used (with its place), or a data set cannot be read.
@@ -200,13 +204,13 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-# ---- what is asked of records
+# ---- checks of records
 
 
 @dataclass
 class Scan:
-    """What a data set holds: number of records, keys of the first, the first six faults with
-    places."""
+    """Contents of a data set: number of records, keys of the first record, the first six faults
+    with their places."""
 
     records: int = 0
     keys: tuple[str, ...] = ()
@@ -214,7 +218,7 @@ class Scan:
 
 
 def scan_records(source: Source, wanted: Wanted) -> Scan:
-    """Reads all records. Raises InputError where they cannot be read on."""
+    """Reads all records. Raises InputError if reading cannot continue."""
     scan = Scan()
     for place, record in source.records(wanted):
         scan.records += 1
@@ -232,8 +236,8 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
 
 
 def record_fault(record: Any, wanted: Wanted) -> str | None:
-    """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its
-    label is there."""
+    """Returns why a record cannot be used, or None. The prompt must be a text or a list of
+    messages, and the label must exist."""
     if isinstance(record, InputError):
         return str(record)
     if not isinstance(record, dict):
@@ -254,7 +258,8 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
             return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
         try:
             json.dumps(label, allow_nan=False)
-        # a grader in another process or machine could not be sent it
+        # A label must be valid JSON, or it cannot be sent to a grader in another process or on
+        # another machine.
         except (TypeError, ValueError) as error:
             kind = type_name(label)
             return (
@@ -305,7 +310,7 @@ def _messages_fault(prompt: Any, chat: bool) -> str | None:
 
 
 def _is_chat_as_text(prompt: str) -> bool:
-    """As the fields of a CSV file have it."""
+    """Whether a prompt is a list of messages written as text, as in a CSV file."""
     try:
         return prompt.lstrip().startswith("[") and _messages_fault(decode(prompt, ""), True) is None
     except InputError:
@@ -313,8 +318,10 @@ def _is_chat_as_text(prompt: str) -> bool:
 
 
 def as_text(content: Any) -> Any:
-    """The text of a message whose content is a list of parts that are texts; anything else as it
-    is. A template of a model that knows texts alone would write such a list as Python does."""
+    """Joins a message's content if it is a list of text parts; returns other content unchanged.
+
+    The chat template of a text-only model would render such a list as Python's repr.
+    """
     parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
@@ -322,20 +329,23 @@ def as_text(content: Any) -> Any:
 
 
 def as_chat(prompt: str | Chat, role: str = "user") -> Chat:
-    """Messages as chat templates get them; a text is one message."""
+    """Returns messages in the form that chat templates expect; a text becomes one message."""
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}]
     return [{**message, "content": as_text(message["content"])} for message in prompt]
 
 
-# ---- forms of files
+# ---- file formats
 
 
 def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Records:
-    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all.
-    The form follows from the end of the name: a file that is no .csv, .parquet or .arrow is read as
-    JSON. InputErrors stand in the place of records that cannot be read. Raises InputError where it
-    cannot be read on."""
+    """Yields all records of a data file, for parquet and Arrow only the ``wanted`` columns (None:
+    all).
+
+    The format follows from the suffix: a file other than .csv, .parquet or .arrow is read as JSON.
+    A record that cannot be read is replaced by its InputError. Raises InputError if reading cannot
+    continue.
+    """
     suffix = Path(path).suffix.lower()
     if suffix in _NOT_READ:
         raise InputError(
@@ -351,7 +361,7 @@ def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Recor
 
 
 def _json_records(path: str) -> Records:
-    """One record on each line, or one array of them."""
+    """Yields one record per line, or the entries of one array."""
     is_first = True
     for number, line in json_lines(path):
         if is_first and line.lstrip().startswith(b"["):
@@ -360,12 +370,12 @@ def _json_records(path: str) -> Records:
         is_first = False
         try:
             yield f"line {number}", decode_record(line, "cannot be read")
-        except InputError as error:  # a fault of this record: those behind it can be read
+        except InputError as error:  # only this record is faulty; later ones can be read
             yield f"line {number}", error
 
 
 def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Every field is a text; one without a letter is missing."""
+    """Yields rows whose fields are texts; an empty field is None."""
     csv.field_size_limit(LINE_BYTES)
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -384,8 +394,8 @@ def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[str, Any]]:
-    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not
-    wanted, as null."""
+    """Yields rows of a parquet file or of either Arrow format; only the first row has the unwanted
+    columns, as null."""
     import pyarrow.parquet
 
     with pyarrow.OSFile(path) as file:
@@ -396,7 +406,7 @@ def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[st
             try:
                 stream = pyarrow.ipc.open_stream(file)
                 schema, batches = stream.schema, iter(stream)
-            # the other format, as datasets/packaged_modules/arrow/arrow.py:42
+            # The file format; datasets/packaged_modules/arrow/arrow.py:42 does the same.
             except pyarrow.ArrowInvalid:
                 whole = pyarrow.ipc.open_file(file)
                 schema, batches = (
@@ -414,7 +424,8 @@ def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[st
         features = _json_features(schema)
         others = dict.fromkeys(names)
         for batch in batches:
-            # or offsets of a damaged file are followed out of the buffers, and this dies
+            # Without this check, damaged offsets would be followed out of the buffers and crash the
+            # process.
             batch.validate(full=True)
             for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
                 decoded = (
@@ -429,8 +440,8 @@ def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[st
 
 
 def _json_features(schema: Any) -> Any:
-    """What ``datasets`` says of columns whose values it keeps as JSON texts; None where there are
-    none."""
+    """Returns the ``datasets`` features if a column stores its values as JSON texts; None if there
+    are none."""
     if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
         return None
     from datasets import Features
@@ -439,8 +450,8 @@ def _json_features(schema: Any) -> Any:
 
 
 def _without_nulls_of_messages(row: dict[str, Any], wanted: Wanted | None) -> dict[str, Any]:
-    """A table gives every message, and the arguments of every call, the keys of all: null where it
-    had no such key."""
+    """Drops null entries of messages: a table gives every message and every call's arguments the
+    union of all keys."""
     if wanted is None:
         return row
     chats = (wanted.prompt, wanted.label if wanted.answers else None)

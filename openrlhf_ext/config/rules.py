@@ -1,9 +1,9 @@
-"""Rules between options: each once, a small function of the configuration; a section's own rules
-stand in its file.
+"""Rules between options: each rule is one small function of the configuration. A section's own
+rules are in its file.
 
-What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen
-when Ray places the actors; and what needs torch to know (the options of an estimator, the tensors
-of a model), which ``openrlhf_ext.driver.preflight`` adds to the same report.
+Two kinds of facts are not checked here. Whether the run has GPUs, and how many the cluster holds,
+is known when Ray places the actors. Facts that need torch (the options of an estimator, the tensors
+of a model) are checked by ``openrlhf_ext.driver.preflight``, which adds them to the same report.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from openrlhf_ext.options.sections import Eval
 from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS, MIXED, SINGLE
 from openrlhf_ext.options.table import Configuration
 
-# a violation has its options and its words, as in a table
-
-# Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
+# Arguments of ``get_algorithm`` that are not options of an estimator, and the options that set
+# them.
 RESERVED_KEYS = {
     "kl": "algo.kl.*",
     "correction": "algo.advantage.is_correction_*",
@@ -54,7 +53,7 @@ _ACTOR, _GUIDE, _REWARD = (
     "reward.model_name_or_path",
 )
 _HOST_COPY = ", or leave both out for a copy in the policy's host memory"
-_MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
+_MAX_CHANGE = 0.2  # the adaptive controller clips the error of the measured KL to +-20 %
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class Findings:
 
 
 def check_config(config: RunConfig) -> Findings:
-    """Every rule, on a configuration whose types are right. Reads small parts of the files it
-    names."""
+    """Checks every rule on a configuration whose types are correct. Reads small parts of the files
+    it names."""
     found = check_settings(config)
     return Findings((*found.violations, *file_violations(config)), found.warnings)
 
 
 def check_settings(config: RunConfig) -> Findings:
-    """Every rule but those about data, reward and outputs."""
+    """Checks every rule except those about data, reward and outputs."""
     found = check_sections(config)
     of_rules = (violation for rule in RULES for violation in rule(config))
     warnings = (warning for rule in WARNINGS for warning in rule(config))
@@ -81,7 +80,7 @@ def check_settings(config: RunConfig) -> Findings:
 
 
 def check_sections(config: Configuration) -> Findings:
-    """The rules of each section, and options without an effect."""
+    """Checks the rules of each section, and finds options without an effect."""
     sections = list(_sections(config))
     violations = (violation for section in sections for violation in section.violations())
     cautions = (warning for section in sections for warning in section.cautions())
@@ -103,9 +102,9 @@ def trained_layout(config: TrainedConfig) -> Iterator[Violation]:
 
 
 def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
-    """Every data-parallel rank has a sample of an update."""
+    """Every data-parallel rank has at least one sample of an update."""
     if next(config.layout.problems(), None) is not None:
-        return  # another rule says so
+        return  # another rule reports it
     ranks, samples = (
         config.layout.data_parallel_size,
         min(config.train.batch_size, config.samples_per_rollout),
@@ -139,8 +138,8 @@ def critic_layout(config: RunConfig) -> Iterator[Violation]:
 
 
 def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Iterator[Violation]:
-    """``prefix`` names the options of the layout, ``ranks`` those whose product is the number of
-    ranks."""
+    """Yields the layout's violations. ``prefix``: the section of the layout options; ``ranks``: the
+    options whose product is the number of ranks."""
     named = {"world_size": ranks, "sequence_parallel": f"{prefix}.sequence_parallel_enable"}
     inherited = "" if prefix == "megatron" else f" (what {prefix} leaves out is that of megatron.*)"
     for names, problem in layout.problems(lambda field: named.get(field, f"{prefix}.{field}")):
@@ -150,7 +149,7 @@ def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Itera
 
 
 def nodes(config: RunConfig) -> Iterator[Violation]:
-    """Tensor-parallel groups, which communicate in every layer, fit into a node."""
+    """A tensor-parallel group must fit into a node, because it communicates in every layer."""
     tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
     if tp > per_node and config.actor.num_nodes > 1:
         yield Violation(
@@ -162,7 +161,7 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
 
 
 def optimizer_on_host(config: TrainedConfig) -> Iterator[Violation]:
-    """Adam's states wait in host memory as the distributed optimizer shares them out."""
+    """Keeping Adam's states in host memory requires the distributed optimizer."""
     name = "megatron.distributed_optimizer_enable"
     if config.ds.optimizer_on_host and not config.megatron.distributed_optimizer_enable:
         yield Violation(
@@ -275,7 +274,7 @@ def transport(config: RunConfig) -> Iterator[Violation]:
 
 
 def adapters(config: RunConfig) -> Iterator[Violation]:
-    """What adapters (``ds.lora``) do not go with."""
+    """Options that exclude adapters (``ds.lora``)."""
     lora = config.ds.lora
     if not lora.enabled:
         return
@@ -296,8 +295,8 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:
-    """A reference policy is either a copy in the policy's host memory or a group of ranks of its
-    own."""
+    """A reference policy is either a copy in the policy's host memory or a separate group of
+    ranks."""
     options = ("ref.num_nodes", "ref.num_gpus_per_node")
     if not config.has_reference or not any(is_set(config, option) for option in options):
         return
@@ -325,7 +324,7 @@ def reference(config: RunConfig) -> Iterator[Violation]:
 def _whole_copies(
     section: str, ranks: int, config: RunConfig, remedy: str = _HOST_COPY
 ) -> Iterator[Violation]:
-    """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
+    """The separate ranks of a frozen model hold whole copies of it, in the policy's layout."""
     size = config.layout.model_parallel_size
     if ranks % size:
         yield Violation(
@@ -337,8 +336,8 @@ def _whole_copies(
 
 
 def reward_model(config: RunConfig) -> Iterator[Violation]:
-    """A reward model has ranks, and grades whole batches, after what would have to know the grades
-    before."""
+    """A reward model needs ranks, and grades whole batches, so options that need grades earlier
+    exclude it."""
     if not config.has_reward_model:
         return
     yield from _whole_copies("reward", config.reward_ranks, config, "")
@@ -410,8 +409,8 @@ def guide(config: RunConfig) -> Iterator[Violation]:
 def batches(config: RunConfig) -> Iterator[Violation]:
     """A batch of rollouts is a whole number of optimizer steps, each of whole groups.
 
-    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt
-    by their cost.
+    Batch sizes need not be divisible by the data-parallel ranks or the micro-batches: sequences are
+    dealt by their cost.
     """
     prompts, group, train = (
         config.rollout.batch_size,
@@ -484,7 +483,7 @@ def lengths(config: RunConfig) -> Iterator[Violation]:
 
 
 def evaluations(config: RunConfig) -> Iterator[Violation]:
-    """What an evaluation is asked for can be had, and the best checkpoint can be told."""
+    """An evaluation's options are consistent, and the best checkpoint can be determined."""
     given = config.eval
     if given.remote_url is not None and config.train.agent_func_path is not None:
         yield Violation(
@@ -518,7 +517,7 @@ _OF_EVALUATIONS = ("accuracy", "score_mean", "reward_mean", "response_length_mea
 
 
 def evaluation_metrics(given: Eval) -> list[str]:
-    """Metrics of evaluations by which checkpoints can be compared."""
+    """Returns the evaluation metrics by which checkpoints can be compared."""
     every = [f"eval/{metric}" for metric in _OF_EVALUATIONS]
     for each in () if any(given.violations()) else given.sets:
         prefix = f"eval/{each.name}/" if each.name else "eval/"
@@ -567,10 +566,10 @@ def _best_metric(config: RunConfig) -> Iterator[Violation]:
 
 
 def streaming(config: RunConfig) -> Iterator[Violation]:
-    """What may lag can be corrected or is dropped."""
+    """Groups of unbounded staleness need an importance correction, or are dropped."""
     if config.max_staleness == 0:
         return
-    # without partial rollouts nothing is in flight at a sync, so no group can be late
+    # Without partial rollouts no request is running at a sync, so no group can be late.
     uncorrected = config.correction_level == "off" and config.algo.old_logprobs != "engine"
     if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
         yield Violation(
@@ -585,7 +584,7 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
 
 
 def reserved_keys(config: RunConfig) -> Iterator[Violation]:
-    """The maps of the estimators hold their options only, not the other arguments of
+    """The maps of the estimators hold only their options, not the other arguments of
     ``get_algorithm``."""
     for name in (*ESTIMATORS, CUSTOM):
         for key in RESERVED_KEYS.keys() & config.algo.of(name).keys():
@@ -596,7 +595,7 @@ def reserved_keys(config: RunConfig) -> Iterator[Violation]:
 
 
 def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
-    """The controller cannot turn the sign of the coefficient."""
+    """The controller must not change the sign of the coefficient."""
     kl = config.algo.kl
     if kl.target is not None and config.samples_per_rollout * _MAX_CHANGE >= kl.horizon:
         yield Violation(
@@ -608,7 +607,7 @@ def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
 
 
 def two_names(config: RunConfig) -> Iterator[Violation]:
-    """No option of the estimator is set to two values by two names."""
+    """No estimator option is set to two values under two names."""
     estimator, own, actor = config.algo.advantage.estimator, config.own_options, config.actor
     if config.algo.kl.init_coef > 0 and own.get("kl_coef"):
         yield Violation(
@@ -661,7 +660,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     guide,
     reward_model,
 )
-"""Those that ask how models and engines are laid out."""
+"""Rules about the layout of models and engines."""
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
     evaluations, streaming, reserved_keys, adaptive_kl, two_names,
@@ -669,7 +668,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _multiples(value: int, factor: int) -> str:
-    """The multiples of ``factor`` around ``value``, as a remedy."""
+    """Returns the multiples of ``factor`` next to ``value``, as a remedy."""
     below = value // factor * factor
     return " or ".join(str(choice) for choice in (below, below + factor) if choice > 0)
 
@@ -678,7 +677,7 @@ def _multiples(value: int, factor: int) -> str:
 
 
 def hub_names(config: RunConfig) -> Iterator[str]:
-    """Names of the hub are not checked: nothing of them is on this machine."""
+    """Hub names are not checked, because their files are not on this machine."""
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
         yield (
@@ -757,8 +756,7 @@ def restarts(config: RunConfig) -> Iterator[str]:
 
 
 def unused_modes(config: RunConfig) -> Iterator[str]:
-    """Details of modes that are off. Token budgets count where they are set, be it to the
-    default."""
+    """Options of modes that are off. Token budgets count if they are set, even to the default."""
     for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
         if (
             is_set(config, name)
@@ -775,19 +773,19 @@ def unused_modes(config: RunConfig) -> Iterator[str]:
 
 
 def unused_passes(config: RunConfig) -> Iterator[str]:
-    """Where nobody computes log-probs, values or scores before the update, micro-batches without
-    gradients are none."""
+    """Without log-probs, values or scores before the update there are no forward-only
+    micro-batches."""
     name, reason = (
         "rollout.micro_batch_size",
         "there is no forward pass before the update (algo.old_logprobs)",
     )
     if config.train.dynamic_batch_enable or config.sources.get(name, "").startswith("default"):
-        return  # another rule says so; nobody gave it
+        return  # another rule reports it, or the user did not set it
     found = [*_idle(config, name, reason)]
     others = (
         config.has_reference or config.has_guide or config.has_critic or config.has_reward_model
     )
-    # asked last, it may import an estimator
+    # Checked last, because it may import an estimator.
     if (
         found
         and not others
@@ -814,7 +812,7 @@ def unused_models(config: RunConfig) -> Iterator[str]:
 
 
 def unused_reward_model(config: RunConfig) -> Iterator[str]:
-    """As in OpenRLHF, a reward model is not built beside another source of rewards."""
+    """As in OpenRLHF, no reward model is built if there is another source of rewards."""
     name = config.reward.model_name_or_path
     if name is not None and not config.has_reward_model:
         other = (
@@ -827,7 +825,7 @@ def unused_reward_model(config: RunConfig) -> Iterator[str]:
         try:
             scale = read_value_scale(folder)
         except InputError:
-            continue  # a violation
+            continue  # reported as a violation
         if scale is None:
             yield (
                 f"reward.normalize_enable changes nothing for {option}, whose config.json has no "
@@ -854,7 +852,7 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
 
 
 def token_budgets(config: RunConfig) -> Iterator[str]:
-    """As in OpenRLHF, a sequence that is longer than the budget gets a micro-batch of its own."""
+    """As in OpenRLHF, a sequence longer than the budget gets its own micro-batch."""
     max_len, cp = config.data.max_len, config.megatron.context_parallel_size
     for name in (
         ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu")

@@ -1,4 +1,4 @@
-"""A look at tokenizers without loading them: what is broken, and how two differ."""
+"""Checks tokenizer files without loading the tokenizer: faults, and differences between two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openrlhf_ext.inputs import (
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# what is read of tokenizer.json
+# Schema of the parts of tokenizer.json that are read.
 _ADDED_TOKEN = map_with({"id": INTEGER, "content": TEXT})
 _PAIR = Kind(
     "a token and its score", lambda v: isinstance(v, list) and len(v) == 2 and isinstance(v[0], str)
@@ -35,7 +35,7 @@ _VOCABULARY = Kind(
     lambda v: list_of(_PAIR).holds(v) or (isinstance(v, dict) and all(map(is_integer, v.values()))),
 )
 _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_of(TEXT).holds(v))
-# as transformers 5.19 reads them
+# Same files as in transformers 5.19.
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 AS_TOKENIZER_JSON = (
     "if you trust it, save it as tokenizer.json: "
@@ -46,10 +46,10 @@ AS_TOKENIZER_JSON = (
 
 
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
-    """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template;
-    None if it can."""
+    """Returns why a model folder has no usable tokenizer, or with ``chat`` no chat template; None
+    if it has."""
     path = Path(folder)
-    if (path / "controller.json").is_file():  # a user would try it: it is what ckpt.path holds
+    if (path / "controller.json").is_file():  # ckpt.path holds such folders, so a user may try one
         return (
             "is a checkpoint to resume from (ckpt.load_enable), not a model: give "
             "ckpt.output_dir, or a global_step*_hf of ckpt.save_hf"
@@ -101,12 +101,12 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
 
 
 def tokenizer_difference(one: str, other: str) -> str | None:
-    """What differs between the tokenizers of two model folders, None if they make the same ids of a
-    text.
+    """Returns the difference between the tokenizers of two model folders; None if they map every
+    text to the same ids.
 
-    ``tokenizer.json`` is compared by its vocabulary and merges, since tokenizers writes the same
-    ones in several forms; other files have to be the same. Folders without a tokenizer are
-    :func:`tokenizer_fault`'s business.
+    ``tokenizer.json`` is compared by vocabulary and merges, because tokenizers writes the same ones
+    in several forms; other files must be identical. :func:`tokenizer_fault` reports folders without
+    a tokenizer.
     """
     names = [
         {name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()}
@@ -131,8 +131,11 @@ def tokenizer_difference(one: str, other: str) -> str | None:
 
 
 def unknown_tokens(folder: str, policy_folder: str) -> str | None:
-    """Which tokens of the policy a model reads as something else, None if none or where it is not
-    known; tokens that only the model has do not matter."""
+    """Returns which of the policy's tokens a model reads differently; None if there are none, or if
+    that is unknown.
+
+    Tokens that only the model has do not matter.
+    """
     paths = [Path(one) / "tokenizer.json" for one in (policy_folder, folder)]
     if not all(path.is_file() for path in paths):
         return tokenizer_difference(folder, policy_folder)

@@ -1,4 +1,5 @@
-"""What the configurations of all trainers have, so that rules and records ask them alike."""
+"""The common part of all trainers' configurations, so that rules and records can treat them
+alike."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class TrainedConfig(Configuration):
     data_options: ClassVar[tuple[str, ...]]
     code_options: ClassVar[tuple[str, ...]] = ()
     names_in_run: ClassVar[Mapping[str, str]] = {}
-    """What this command calls the options of ``as_run``, where the names differ."""
+    """This command's names for options of ``as_run``, where they differ."""
 
     if TYPE_CHECKING:  # each command declares its sections in the order of its help
         megatron: sections.Megatron
@@ -37,7 +38,7 @@ class TrainedConfig(Configuration):
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Ranks of the model under training."""
+        """Number of ranks of the model under training."""
 
     @property
     @abstractmethod
@@ -46,20 +47,20 @@ class TrainedConfig(Configuration):
 
     @abstractmethod
     def as_run(self) -> Any:
-        """The ``RunConfig`` whose policy is trained as these options say, for the planner."""
+        """The ``RunConfig`` that trains the policy as these options say, for the planner."""
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the model under training."""
+        """The layout of the model under training."""
         return ParallelLayout.of(self.megatron, self.world_size)
 
     @property
     def model_path(self) -> str | None:
-        """Of the model under training."""
+        """The path of the model under training."""
         return getattr(self, self.trained).model_name_or_path
 
     @property
     def training_label(self) -> str:
-        """What of the trained layers progress lines, records and checkpoints must not hide; mostly
-        empty."""
+        """A label for training-time changes to layers, shown in progress lines, records and
+        checkpoints; mostly empty."""
         return self.fp8.training_label

@@ -1,1 +1,1 @@
-"""Processes that work together: how they meet, wait for each other, and end together."""
+"""Groups of processes: how they connect, wait for each other, and end together."""

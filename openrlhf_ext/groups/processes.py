@@ -1,4 +1,4 @@
-"""A process that ends with its parent."""
+"""Ties the life of a process to its parent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Asks the Linux kernel to end this process when its parent ends.
+    """Makes the Linux kernel end this process when its parent ends.
 
-    That works even where native code holds the interpreter lock.
+    This works even while native code holds the interpreter lock.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
-    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+    if os.getppid() != parent_pid:  # it ended before the kernel got the request
         os._exit(1)

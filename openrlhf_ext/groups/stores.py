@@ -1,4 +1,4 @@
-"""Where processes meet."""
+"""Stores through which processes connect."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 
 def open_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """A store that this process serves at ``address`` and nowhere else, on a port that nobody can
-    take before.
+    """Opens a store that this process serves only at ``address``, on a port that no other process
+    can take first.
 
-    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means. Torch
-    by itself listens on all addresses of the machine, and asks nobody who he is. ``timeout``: of
+    ``init_process_group`` of the same process uses this store because of ``multi_tenant``. Torch by
+    default listens on all addresses of the machine, without authentication. ``timeout``: limit of
     each wait for a key.
     """
     address = address.strip("[]")  # IPv6 addresses come in brackets from Ray

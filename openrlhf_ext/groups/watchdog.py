@@ -1,22 +1,20 @@
-"""What every rank is doing, so that a collective that waits in vain can name the ranks it waits
+"""Tracks the activity of every rank, so that a failed collective can name the ranks that it waits
 for.
 
-    start_watchdog(timeout_s)                  # once per process, after the process group exists; a
-    collective with phase("training step"):              # around everything in which this rank
-    meets the others
+    start_watchdog(timeout_s)       # once per process, after the process group exists; a collective
+    with phase("training step"):    # around all code in which this rank meets the others
         ...
 
-A thread of every rank answers "what are you doing?" on a socket of its own: the phase, for how
-long, and the line the main thread is at. Nobody asks until a collective fails or times out; then
-`phase` asks all ranks and raises `RanksMissingError`. Gloo raises in the waiting thread when the
-process group's timeout has passed. NCCL instead ends the process from a thread of its own, without
-saying who is missing: there the monitor reports and ends the process shortly before. Who has not
-come is seen in torch's flight recorder: each call of a group has the same number on all of its
-ranks.
+A thread of every rank answers status requests on its own socket: the phase, its duration, and the
+current line of the main thread. No rank sends a request until a collective fails or times out; then
+`phase` queries all ranks and raises `RanksMissingError`. Gloo raises in the waiting thread after
+the process group's timeout. NCCL instead ends the process from its own thread, without naming the
+missing ranks, so the monitor reports and ends the process shortly before. Torch's flight recorder
+shows which ranks are missing: each call of a group has the same number on all of its ranks.
 
-`Gate` and `wait_for_all` are for ranks that wait for one that is busy with files or engines: a
-collective that outlasts its timeout ends the run, and keeps a GPU busy that an engine may share, so
-they ask the store of the process group.
+`Gate` and `wait_for_all` are for ranks that wait for one rank that is busy with files or engines. A
+collective that outlasts its timeout would end the run, and would keep a GPU busy that an engine may
+share, so they poll the store of the process group.
 """
 
 from __future__ import annotations
@@ -47,18 +45,19 @@ logger = logging.getLogger(__name__)
 
 OPTION = "megatron.collective_timeout_s"
 EXIT_CODE = 70
-"""Of a process that the monitor ended."""
+"""Exit code of a process that the monitor ended."""
 
 Address = tuple[str, int]
 
 BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""The last calls that are kept; torch reads either when the first NCCL group is made."""
+"""Environment variables for the number of recorded calls; torch reads either one when the first
+NCCL group is created."""
 _CALLS = "2000"
 _ANSWER_S = 10.0
 _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
-_STILL_S = 60.0  # a call that needs nobody else may take so long
+_STILL_S = 60.0  # a call that needs no other rank may take this long
 _COLLECTIVE_TEXT = (
     "gloo",
     "nccl",
@@ -67,26 +66,26 @@ _COLLECTIVE_TEXT = (
     "connection reset by peer",
 )
 _PAUSES_S = (0.0002, 0.005)
-"""The first between two questions, doubled up to the last: who waits long need not know at once."""
+"""First pause between two polls, and the maximum to which it doubles: a long wait tolerates a
+delay."""
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True)
 class NcclCalls:
     begun: dict[str, int]  # number of the last collective that this rank has called, by group
-    waiting: str | None  # the first call that is not done, in words; None: all are
+    waiting: str | None  # the first unfinished call, in words; None: all are done
 
 
 def keep_nccl_calls() -> None:
-    """Lets the recorder keep the last calls, unless the environment says how many; before any group
-    is made."""
+    """Makes the recorder keep the last calls, unless the environment sets their number. Call it
+    before any group exists."""
     if not any(name in os.environ for name in BUFFER):
         os.environ[BUFFER[0]] = _CALLS
 
 
 def nccl_calls() -> NcclCalls:
-    """This process's calls, by the Python part of torch only, without a call to the device; without
-    NCCL none."""
+    """Returns this process's calls, without a call to the device; empty without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return NcclCalls({}, None)
@@ -94,7 +93,7 @@ def nccl_calls() -> NcclCalls:
 
 
 def read_calls(trace: dict[str, Any]) -> NcclCalls:
-    """What torch's record says (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp,
+    """Parses torch's record (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp,
     ``dump_json``)."""
     begun: dict[str, int] = {}
     waiting = None
@@ -102,7 +101,7 @@ def read_calls(trace: dict[str, Any]) -> NcclCalls:
         name, description = entry["process_group"]
         group = f"{description} {name}"
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-        if not entry["is_p2p"]:  # sends are numbered by pairs of ranks
+        if not entry["is_p2p"]:  # sends are numbered per pair of ranks
             begun[group] = max(begun.get(group, 0), number)
         if waiting is None and entry["state"] != "completed":
             waiting = f"{entry['profiling_name']}, call {number} of group {group}"
@@ -110,27 +109,27 @@ def read_calls(trace: dict[str, Any]) -> NcclCalls:
 
 
 class RanksMissingError(RuntimeError):
-    """A collective failed or waited in vain; the message names the ranks that did not arrive and
-    what each does."""
+    """A collective failed or timed out; the message names the missing ranks and the activity of
+    each."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank answers."""
+    """A rank's answer to a status request."""
 
     rank: int
-    # phases entered so far; ranks enter the same phases, so a smaller number lags behind
+    # Phases entered so far; all ranks enter the same phases, so a smaller number is behind.
     count: int
-    phase: str | None  # nested ones joined by " > "; None between phases
-    last: str | None  # the phase it left last
+    phase: str | None  # nested phases joined by " > "; None between phases
+    last: str | None  # the last phase that it left
     seconds: float  # since it entered the phase, or left the last one
-    place: str  # where its main thread is: function, file and line
+    place: str  # function, file and line of its main thread
     in_collective: bool
-    waited: bool  # a collective of its latest phase failed: it waits, or has waited, for others
-    error: str | None  # what made it leave its last phase with an exception
+    waited: bool  # a collective of its latest phase failed, so it waits, or has waited, for others
+    error: str | None  # the exception with which it left its last phase
     begun: dict[str, int] = field(default_factory=dict)
     waiting: str | None = None
-    work: str = ""  # which part of its phase it is at, such as a micro-batch; '' = it has not said
+    work: str = ""  # the part of its phase, such as a micro-batch; '' = unknown
 
     def describe(self) -> str:
         if self.phase is not None:
@@ -147,12 +146,12 @@ class RankState:
 
 
 class Watchdog:
-    """Knows the phase of the thread that makes it, answers those who ask, and explains a collective
-    that failed.
+    """Tracks the phase of the thread that creates it, answers status requests, and explains a
+    failed collective.
 
-    ``addresses``: of all ranks' listeners, by rank. ``timeout_s``: of collective calls, for
-    messages. ``stuck_s``: the process ends with a report when the thread has stood still in a phase
-    for so long; None: never.
+    ``addresses``: listeners of all ranks, by rank. ``timeout_s``: timeout of collective calls, for
+    messages. ``stuck_s``: the process ends with a report after the thread has made no progress in a
+    phase for this long; None: never.
     """
 
     def __init__(
@@ -181,8 +180,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective in
-        it failed."""
+        """Runs the body as a phase; phases may be nested. Raises RanksMissingError if a collective
+        in it failed."""
         self._enter(name)
         error: BaseException | None = None
         try:
@@ -197,8 +196,8 @@ class Watchdog:
             self._leave(error)
 
     def progress(self, work: str = "") -> None:
-        """Tells that the phase goes on, which the line the thread is at may not show (a loop around
-        a long call)."""
+        """Reports progress of the phase, which the thread's current line may not show (a loop
+        around a long call)."""
         self._progress += 1
         self._work = work
 
@@ -256,7 +255,7 @@ class Watchdog:
 
     def close(self) -> None:
         self._closing.set()
-        # not everywhere, but where it works it wakes the thread at once
+        # This does not work on every system; where it works, it wakes the thread at once.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5 * _TICK_S)
@@ -268,7 +267,7 @@ class Watchdog:
         self._listener.settimeout(_TICK_S)
         trace, still_since = None, time.monotonic()
         while not self._closing.is_set():
-            with contextlib.suppress(OSError):  # nobody asked, or who asked went away
+            with contextlib.suppress(OSError):  # no request, or the requester disconnected
                 self._answer()
             now = self._trace()
             if now is None or now != trace:
@@ -283,8 +282,8 @@ class Watchdog:
             asker.sendall(json.dumps(asdict(self.state())).encode())
 
     def _trace(self) -> list[tuple[int, int]] | None:
-        """Identity and position of the watched thread's frames; None between phases. Equal traces:
-        it stood still."""
+        """Returns identity and position of the watched thread's frames; None between phases. Equal
+        traces mean no progress."""
         if not self._names:
             return None
         return [
@@ -296,7 +295,7 @@ class Watchdog:
         answer = threading.Thread(
             target=self._answer_forever, name="phases during the report", daemon=True
         )
-        answer.start()  # the other ranks report at about the same time, and ask this one too
+        answer.start()  # the other ranks report at about the same time, and query this one too
         logger.error(
             "rank %d has stood still for %.1f s in %r, so it ends (--%s is %g).\n%s",
             self.rank,
@@ -315,11 +314,11 @@ class Watchdog:
                 self._answer()
 
 
-# ---- everyone's side
+# ---- queries to all ranks
 
 
 def describe_ranks(addresses: Sequence[Address]) -> str:
-    """Asks all ranks what they are doing; the first line names the suspects, then one line for each
+    """Queries all ranks and returns a report: the first line names the suspects, then one line per
     rank."""
     states = ask_ranks(addresses)
     found = find_suspects(states)
@@ -356,10 +355,12 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
 
 
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
-    """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
-    Being behind in NCCL's calls, or not in a collective, counts only without a better reason to
-    suspect anyone: such a rank may be about to enter one. Ranks whose own collective failed are
-    never suspected."""
+    """Returns the ranks that the others wait for, by the reason for the suspicion.
+
+    Being behind in NCCL's calls, or not being in a collective, counts only if there is no stronger
+    reason to suspect any rank: such a rank may be about to enter a collective. Ranks whose own
+    collective failed are never suspects.
+    """
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
     failed = [s.rank for s in others if s.phase is None and s.error is not None]
@@ -391,7 +392,7 @@ def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an exception comes from a collective: a timeout, or a peer that went away."""
+    """Whether an exception comes from a collective: a timeout, or a peer that disconnected."""
     if isinstance(error, RanksMissingError) or getattr(error, "explained", False):
         return False
     if isinstance(error, dist.DistError):
@@ -420,8 +421,8 @@ def _stack(thread_id: int) -> list[FrameType]:
 
 
 def _place(frames: Sequence[FrameType]) -> str:
-    """The innermost line of this package, which says what is being done, and the innermost line of
-    all."""
+    """Returns the innermost line of this package, which shows the activity, and the innermost line
+    of all."""
     ours = next((frame for frame in frames if frame.f_code.co_filename.startswith(_PACKAGE)), None)
     shown = dict.fromkeys(frame for frame in (ours, *frames[:1]) if frame is not None)
     return " -> ".join(_line(frame) for frame in shown) or "an unknown place"
@@ -443,15 +444,15 @@ _monitor: Watchdog | None = None
 
 
 def start_watchdog(timeout_s: float) -> Address:
-    """Starts this process's monitor and returns where it answers. A collective over the default
-    process group."""
+    """Starts this process's monitor and returns its address. A collective over the default process
+    group."""
     global _monitor
     stop_watchdog()
     listener = _listen_towards(os.environ["MASTER_ADDR"])
     addresses: list[Address] = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(addresses, listener.getsockname()[:2])
-    # before NCCL does it; gloo's collectives end by themselves, but not a call to a store that
-    # cannot be reached
+    # Before NCCL ends the process. Gloo's collectives time out by themselves, but a call to an
+    # unreachable store does not.
     stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" else max(_STILL_S, 2 * timeout_s)
     _monitor = Watchdog(
         listener, addresses, dist.get_rank(), timeout_s, stuck_s if len(addresses) > 1 else None
@@ -469,8 +470,8 @@ def stop_watchdog() -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Runs the body as a phase of this process's monitor (``Watchdog.phase``); without a monitor it
-    just runs."""
+    """Runs the body as a phase of this process's monitor (``Watchdog.phase``), or without a phase
+    if there is no monitor."""
     if _monitor is None:
         yield
         return
@@ -491,14 +492,14 @@ def _listen_towards(peer: str) -> socket.socket:
     return socket.create_server((own, 0), family=family)
 
 
-# ---- waits that are no collectives
+# ---- waits without collectives
 
 _numbers = itertools.count()
 
 
 class Counter:
-    """A number that all ranks of the default process group see. Each of them has to make as many of
-    these."""
+    """A counter shared by all ranks of the default process group. Every rank must create the same
+    number of counters."""
 
     def __init__(self, name: str = "") -> None:
         self._store = dist.distributed_c10d._get_default_store()
@@ -516,7 +517,8 @@ class Counter:
 
 
 class Gate:
-    """One rank says when it goes on, so that no other waits for it in a collective."""
+    """One rank signals when it continues, so the other ranks need not wait for it in a
+    collective."""
 
     def __init__(self, leader: int = 0) -> None:
         self._opened, self._count, self._leader = Counter(str(leader)), 0, leader

@@ -1,14 +1,13 @@
-"""Log-probability, entropy and token losses of the tempered distribution, straight from hidden
+"""Log-probability, entropy and token losses of the tempered distribution, computed from hidden
 states.
 
-The logits are never held for all tokens: every walk goes over tiles of them (``rows``) that fit
-``workspace_bytes``. With ``u = z / temperature`` and ``logZ = logsumexp(u)``:
+The logits of all tokens are never in memory at once: every pass goes over tiles of them (``rows``)
+that fit ``workspace_bytes``. With ``u = z / temperature`` and ``logZ = logsumexp(u)``:
 ``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever
 the format of the operands.
 
-docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of
-the call, V = rows of this rank's vocabulary shard, H = hidden size; N = T in this package's inner
-modules.
+docs/head.md shows the passes with their work and memory. Shape suffixes: T = tokens of the call, V
+= rows of this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MOST_NAMED = 8
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Hidden states or logits are NaN or infinite; ``tokens``: their places in the call,
+    """Hidden states or logits are NaN or infinite; ``tokens``: their positions in the call,
     ascending."""
 
     def __init__(self, what: str, tokens: list[int]) -> None:
@@ -61,7 +60,7 @@ def check_call(
     shard: VocabularyShard,
     checks: bool,
 ) -> None:
-    """The arguments of ``linear_logprob_entropy``, without waiting for a device unless
+    """Checks the arguments of ``linear_logprob_entropy``; synchronizes with a device only if
     ``checks``."""
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
@@ -101,7 +100,7 @@ def _check_temperature(temperature: float | Tensor, target_T: Tensor, checks: bo
 
 
 def check_finite_hidden(block: Block, order_N: Tensor | None) -> None:
-    # passes NaN on, and takes no memory of the block's size
+    # aminmax propagates NaN and needs no memory of the block's size.
     low_B, high_B = block.hidden_BH.aminmax(dim=1)
     finite_B = low_B.isfinite() & high_B.isfinite()
     if not finite_B.all():
@@ -128,7 +127,7 @@ class HeadOutput(NamedTuple):
 
 
 class TokenLossOutput(NamedTuple):
-    """The sum of the loss terms (scalar, differentiable), and what they came from (detached), as in
+    """The sum of the loss terms (scalar, differentiable), and the detached values of
     ``HeadOutput``."""
 
     value: Tensor
@@ -154,32 +153,32 @@ def linear_logprob_entropy(
     """Log-probability of ``target_T`` and entropy under
     ``softmax(hidden @ weight.T / temperature)``.
 
-    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed
-    again. ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``; the gradient of the
-    hidden states is summed over the group:
-    every rank gets that of all the hidden states it gave.
+    The forward pass costs one product (2 T H V). The backward pass costs three, because it
+    recomputes the logits. ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``; the
+    gradient of the hidden states is summed over the group: every rank gets the gradient of all the
+    hidden states it passed.
 
     Args:
         hidden_TH: (T, H), the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
         weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden
             states; rank r holds rows ``[r * V, (r + 1) * V)``. Its gradient is added to
-            ``weight_VH.main_grad`` in place where Megatron's DDP provides that
+            ``weight_VH.main_grad`` in place if Megatron's DDP provides it
             (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
-        vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
+        vocab_size: the true size of the vocabulary; rows beyond it are padding and are ignored.
         workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128
-        columns.
-        entropy_grad: let gradients flow through the entropy (off: it is a constant).
-        sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of
-            the tokens (as many on every rank), and ``sequence_rows`` (T,) are the wanted ones,
-            counted through the ranks of the group: the same on every rank. They are gathered, and
-            their gradients scattered, while other tokens are computed.
-        rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are
-            counted, for which the host waits for the device once per call.
-        implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
-        checks: look for NaN, infinities and target ids out of range; the host waits for the device,
-            so that the default is on for the CPU only.
+            columns.
+        entropy_grad: let gradients flow through the entropy (False: it is a constant).
+        sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's
+            consecutive tokens (the same number on every rank), and ``sequence_rows`` (T,) are the
+            tokens to compute, numbered across the ranks of the group and the same on every rank.
+            Gathering them and scattering their gradients overlaps with computation.
+        rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: the call
+            counts them, which synchronizes with the device once.
+        implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices if it is installed.
+        checks: check for NaN, infinities and target ids out of range. This synchronizes with the
+            device, so the default is True on the CPU only.
 
     Raises ValueError: an argument is out of range, or the implementation cannot run here;
     NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite.
@@ -219,27 +218,28 @@ def linear_token_loss(
     grad_scale: float = 1.0,
     entropy_slope_T: Tensor | None = None,
 ) -> TokenLossOutput:
-    """Sum of ``token_loss`` over the tokens, with the gradients formed in the forward pass, block
-    by block.
+    """Sum of ``token_loss`` over the tokens; the forward pass computes the gradients, block by
+    block.
 
-    Because a token's loss depends on nothing but its own log-probability, a block's gradients can
-    be made while its logits are still there: three products (6 T H V) instead of four. The backward
-    pass only hands them on.
+    A token's loss depends only on its own log-probability, so a block's gradients can be computed
+    while its logits are still in memory: three products (6 T H V) instead of four. The backward
+    pass only returns them.
 
     Args:
         token_loss: ``token_loss(logprob_B, rows)`` returns the loss terms (B,) of the tokens at
             ``rows`` of the call (a slice, or with ``sequence_rows`` an index tensor), already
             divided by the global denominators. Elementwise: term b depends on log-probability b
             only. Called once per block, on every rank of the group.
-        recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole
-            logits in the workspace would be too small for fast products. The result is the same.
-        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The
-            forward pass needs it where the gradient of the weight goes to ``weight_VH.main_grad``:
-            once, whether or not a backward pass follows.
-        entropy_slope_T: what each token's entropy is multiplied by in the sum, constant; None: it
-        is in no term.
+        recompute: compute the logits twice and keep only a tile of them. None: recompute if blocks
+            of whole logits in the workspace would be too small for fast products. The result is the
+            same.
+        grad_scale: the gradient that the backward pass will receive for ``value`` (a loss scale).
+            The forward pass needs it if it adds the gradient of the weight to
+            ``weight_VH.main_grad``: once, whether or not a backward pass follows.
+        entropy_slope_T: constant factor on each token's entropy in the sum; None: no term contains
+            the entropy.
 
-    The other arguments, and errors, are those of ``linear_logprob_entropy``.
+    The other arguments and errors are those of ``linear_logprob_entropy``.
     """
     hidden_TH, call = _Call.of(
         hidden_TH,
@@ -268,8 +268,8 @@ def linear_token_loss(
 
 
 class _Sequence(NamedTuple):
-    """The wanted rows of a sequence that the ranks of a group hold one after the other, and how
-    many each has."""
+    """The selected rows of a sequence that is split over the ranks of a group, and how many each
+    rank has."""
 
     rows_T: Tensor
     counts: Sequence[int]
@@ -304,7 +304,7 @@ class _Call:
         implementation: Implementation,
         checks: bool | None,
     ) -> tuple[Tensor, _Call]:
-        """The hidden states to compute with, and the call."""
+        """Returns the hidden states to compute with, and the call."""
         if sequence_rows is not None and (process_group is None or process_group.size() == 1):
             hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
@@ -347,7 +347,7 @@ class _Call:
         gradients: bool = True,
         one_pass: bool | None = False,
     ) -> LinearHead:
-        """The operands cut into tiles. ``one_pass``: keep the logits of a block; None: if blocks
+        """Cuts the operands into tiles. ``one_pass``: keep the logits of a block; None: if blocks
         stay large enough."""
         plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
@@ -416,7 +416,8 @@ class _Call:
         grad_scale: float,
         entropy_slope_T: Tensor | None,
     ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:
-        """Value of the loss, statistics, gradient of the hidden states, gradient of the weight."""
+        """Returns the value of the loss, the statistics, the gradient of the hidden states, and the
+        gradient of the weight."""
         one_pass = None if recompute is None else not recompute
         head = self.head(hidden_TH, weight_VH, one_pass=one_pass)
         weight_gradient = (
@@ -531,13 +532,17 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
-    """The product, without a copy where the host can see that the factor is 1."""
+    """The product, without a copy if the host can see that the factor is 1."""
     return grad if factor.device.type == "cpu" and float(factor) == 1.0 else grad * factor
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
-    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it
-    any more: a ValueError on CPU, a device-side assertion on CUDA, without a wait."""
+    """Raises ValueError on the CPU if the gradient of ``value`` differs from ``scale``; on CUDA a
+    device-side assertion fails, without a synchronization.
+
+    The gradient of the weight is in main_grad already, so the backward pass cannot scale it any
+    more.
+    """
     if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:

@@ -1,4 +1,4 @@
-"""One rank's share of a decoder on Megatron-core, built and loaded; its weights on their way out.
+"""One rank's share of a decoder on Megatron-core: building, loading, and exporting its weights.
 
 Every public method is a collective over all ranks of the model unless it says otherwise. Shape
 suffixes: N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch
@@ -32,13 +32,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TrainedChunk(DistributedDataParallel):
-    """Megatron's DDP around a model chunk whose head is not a module's forward pass.
+    """Megatron's DDP around a model chunk whose head is a function, not a module.
 
-    Megatron reduces a bucket of gradients when the hooks of all of its parameters have run, and
+    Megatron reduces a bucket of gradients after the hooks of all its parameters have run, and
     gathers a bucket of updated parameters in a hook before the module that reads them. The head
-    (``openrlhf_ext.head``) is called with a
-    weight: it adds that weight's gradient to ``main_grad`` itself and hands autograd none, and no
-    module's hook waits for the weight.
+    (``openrlhf_ext.head``) gets its weight as an argument: it adds the weight's gradient to
+    ``main_grad`` itself and returns none to autograd, and no module hook waits for the weight.
     """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -60,8 +59,8 @@ class TrainedChunk(DistributedDataParallel):
             self.param_to_bucket_group[parameter].finish_param_sync()
 
     def gather_parameters(self) -> None:
-        """Gathers what the last update left to the next forward pass. A collective of the
-        data-parallel ranks."""
+        """Gathers the parameters whose gather the last update deferred to the next forward pass. A
+        collective of the data-parallel ranks."""
         if not self.ddp_config.overlap_param_gather:
             return
         for group in dict.fromkeys(self.param_to_bucket_group.values()):
@@ -70,8 +69,8 @@ class TrainedChunk(DistributedDataParallel):
 
 
 def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Megatron's ``no_sync_func``, without which ``overlap_grad_reduce`` reduces gradients at every
-    micro-batch."""
+    """Returns Megatron's ``no_sync_func``; without it ``overlap_grad_reduce`` reduces gradients at
+    every micro-batch."""
     functions = [
         chunk.no_sync
         for chunk in chunks
@@ -84,8 +83,8 @@ class BuiltModel:
     """This rank's model chunks; a subclass with other parameters overrides how they are made.
 
     ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's
-    schedules; the last one of the last stage makes hidden states. ``models``: they as schedules see
-    them, DDP-wrapped when trained.
+    schedules; the last chunk of the last stage returns hidden states. ``models`` are the chunks
+    that the schedules run, DDP-wrapped if trained.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -148,42 +147,47 @@ class BuiltModel:
 
     @property
     def on_last_stage(self) -> bool:
-        """Whether this rank's last chunk makes the hidden states that the head needs. Not a
+        """Whether this rank's last chunk returns the hidden states that the head needs. Not a
         collective."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
     def last_chunk(self) -> HiddenStateGPTModel:
-        """The chunk that ends in hidden states; on the last stage only. Not a collective."""
+        """The chunk that returns hidden states; on the last stage only. Not a collective."""
         return self.chunks[-1]
 
     def output_embedding(self) -> Tensor:
-        """This rank's shard of the head's weight (last stage only), complete: no module's forward
-        pass reads it, so no hook of Megatron's waits until it is gathered."""
+        """Returns this rank's shard of the head's weight (last stage only), after its gather is
+        complete.
+
+        No module's forward pass reads this weight, so no Megatron hook waits for its gather.
+        """
         weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
         if isinstance(chunk, TrainedChunk):
             chunk.await_parameter(weight)
         return weight
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """(N, H) what ``loss`` gets of the model's output (of this rank's piece of it under
-        sequence parallelism)."""
+        """Returns the (N, H) hidden states that ``loss`` receives.
+
+        Under sequence parallelism ``hidden_LH`` is this rank's piece of the model's output.
+        """
         if self.config.sequence_parallel:
-            # every tensor-parallel rank then computes the same with them: the backward pass only
-            # splits
+            # Every tensor-parallel rank then computes the same with the gathered states, so the
+            # backward pass only splits the gradient.
             hidden_LH = gather_from_sequence_parallel_region(
                 hidden_LH, tensor_parallel_output_grad=False
             )
         return hidden_LH[part.hidden_N]
 
     def gather_parameters(self) -> None:
-        """Completes what the last update left to the next forward pass; a no-op if it left
-        nothing."""
+        """Completes the parameter gather that the last update deferred; a no-op if nothing is
+        deferred."""
         for chunk in self.models:
             if isinstance(chunk, TrainedChunk):
                 chunk.gather_parameters()
 
-    # ---- weights out
+    # ---- weight export
 
     def exporter(self, value: Value | None = None, most_streams: int = 1) -> HFExporter:
         return HFExporter(
@@ -191,7 +195,7 @@ class BuiltModel:
         )
 
     def export(self, value: Value | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
+        """Yields whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
         return iter(self.exporter(value))
 
     def export_rows(self) -> Iterator[HFRows]:
@@ -218,9 +222,12 @@ class BuiltModel:
         target: str | Path,
         **more: Any,
     ) -> dict[str, int]:
-        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for
-        the disk. Returns on rank 0 the size in bytes of every file by its name; on the others,
-        which may return long before, nothing."""
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; no other rank waits for the
+        disk.
+
+        Returns on rank 0 the size in bytes of every file by its name; on the other ranks, which may
+        return long before, an empty dict.
+        """
         if dist.get_rank() == 0:
             return save_hf(rows, hf_tensors(shape), dtype, files, target, **more)
         for _ in rows:

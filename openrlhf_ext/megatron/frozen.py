@@ -1,4 +1,4 @@
-"""Copies of weights that are not trained, in host memory: a reference, a guide."""
+"""Host-memory copies of weights that are not trained: a reference policy, a guide."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from openrlhf_ext.megatron.host_memory import HostArena, bytes_as
 
 
 class FrozenCopy:
-    """This rank's weights as they are now in host memory, swapped in for one forward pass: a
+    """A host-memory copy of this rank's present weights, swapped in for one forward pass: a
     reference policy, a guide.
 
-    The exchange goes parameter by parameter, so that it needs room on the device for the largest
-    one only. ``load`` puts other weights into the parameters, which are then kept instead; the
-    parameters get theirs back, bit for bit.
-    ``state``: other tensors that belong to the weights (``converter_state``), exchanged with them.
+    The exchange goes parameter by parameter, so it needs device memory for the largest parameter
+    only. ``load`` puts other weights into the parameters; the copy then holds those, and the
+    parameters get their own weights back, bit for bit. ``state``: other tensors that belong to the
+    weights (``converter_state``) and are exchanged with them.
     """
 
     def __init__(
@@ -45,8 +45,11 @@ class FrozenCopy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the body the parameters hold the copy's weights, afterwards their own again, bit
-        for bit. In place, so that views on them stay valid; the optimizer must not step inside."""
+        """Inside the body the parameters hold the copy's weights; afterwards their own again, bit
+        for bit.
+
+        The exchange is in place, so views stay valid. The optimizer must not step inside the body.
+        """
         self._exchange()
         try:
             yield
@@ -60,8 +63,8 @@ class FrozenCopy:
             for piece, own, mine in zip(
                 copy, bytes_as(parameter, copy), bytes_as(current, copy), strict=True
             ):
-                # both copies run on the current stream, in this order
+                # Both copies run on the current stream, in this order.
                 own.copy_(piece, non_blocking=True)
                 piece.copy_(mine, non_blocking=True)
         if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the next exchange may come from the host
+            torch.cuda.current_stream().synchronize()  # the next exchange may start on the host

@@ -1,17 +1,17 @@
-"""A trained model's states in host memory while others need the device, and back again, bit for
-bit.
+"""Moves a trained model's states to host memory while other processes need the device, and back,
+bit for bit.
 
-What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so
-that every tensor and view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards)
-stays the same object. Raw pointers change; nothing here keeps any. The ``KINDS`` of states move by
-themselves. Of ``gradients``, DDP's buffers, only the room is given back: a train step starts by
-clearing them, so they come back as zeros, and must stay between the backward pass and the optimizer
-step.
+The bytes of storages move, not tensors: a storage is emptied and later filled again, so every
+tensor and view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the
+same object. Raw pointers change; nothing here keeps any. The ``KINDS`` of states move
+independently. For ``gradients``, DDP's buffers, only the memory is freed: a train step starts by
+clearing them, so they come back as zeros, and they must stay between the backward pass and the
+optimizer step.
 
 On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the
-round trip, and it is zero meanwhile. One storage at a time is copied and emptied, so that device
-memory never exceeds what it was before. Host memory is taken once, pinned, and kept, because
-pinning is slow.
+round trip, and it is zero meanwhile. One storage at a time is copied and emptied, so device memory
+never exceeds its previous amount. Host memory is allocated once, pinned, and kept, because pinning
+is slow.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from openrlhf_ext.megatron.step.optimizer import buffers_of, single_optimizers
 logger = logging.getLogger(__name__)
 
 KINDS = ("parameters", "gradients", "optimizer")
-# torch rounds pinned blocks up to a power of two: whole chunks waste nothing
+# torch rounds pinned blocks up to a power of two, so whole chunks waste nothing.
 _CHUNK_BYTES = 1 << 30
 _ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
 class Swap:
-    """What one call moved."""
+    """The result of one ``offload`` or ``reload`` call."""
 
-    moved_bytes: int  # copied from the device or to it
-    # of the storages that were emptied or filled: of gradients only the room is given back
+    moved_bytes: int  # copied from or to the device
+    # Bytes of the storages that were emptied or filled; gradients are freed without a copy.
     room_bytes: int
-    # how much torch's reserved device memory changed; on CPU what was really emptied or filled
+    # Change of torch's reserved device memory; on CPU the bytes that were really emptied or filled.
     measured_bytes: int
-    seconds: float  # transfers completed
+    seconds: float  # until the transfers have completed
 
 
 class ModelStates:
@@ -62,8 +62,8 @@ class ModelStates:
         device: torch.device,
         converters: Sequence[LayerConverter] = (),
     ) -> None:
-        """``device`` is where the states live; others (Adam's step counters) are left alone. What
-        layers of ``converters`` keep goes with the parameters."""
+        """``device`` is where the states live; states elsewhere (Adam's step counters) do not move.
+        The data that layers of ``converters`` keep goes with the parameters."""
         self._models, self._optimizer, self._device = list(models), optimizer, device
         self._converters = converters
         self._away: dict[str, list[_Absent]] = {}
@@ -76,14 +76,14 @@ class ModelStates:
         return frozenset(KINDS) - self._away.keys()
 
     def offload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) to host memory."""
+        """Moves these kinds (default: all) to host memory."""
         todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
             if "parameters" in todo:
                 for converter, model in itertools.product(self._converters, self._models):
                     converter.drop_kept(model)
             if "gradients" in todo and self._optimizer is not None:
-                # fp32 copies of gradients that the last step left on master weights
+                # Drops the fp32 gradient copies that the last step left on the master weights.
                 self._optimizer.zero_grad()
             for kind in todo:
                 self._away[kind] = self._empty(kind)
@@ -100,7 +100,7 @@ class ModelStates:
         return swap
 
     def reload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) back to the device."""
+        """Moves these kinds (default: all) back to the device."""
         todo = [kind for kind in _known(kinds) if kind in self._away]
         with _Measured(self._device) as measured:
             for kind in todo:
@@ -126,8 +126,8 @@ class ModelStates:
         ]
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
-        """Storages on the device that belong to the kind and to none before it: fp32 master weights
-        are parameters."""
+        """Returns the device storages of this kind that belong to no earlier kind: fp32 master
+        weights are parameters."""
         seen: set[int] = set()
         for earlier in KINDS[: KINDS.index(kind)]:
             if earlier not in self._away:
@@ -158,7 +158,7 @@ class ModelStates:
         elif self._optimizer is not None:
             for part in single_optimizers(self._optimizer):
                 if isinstance(part.optimizer, HostOptimizer):
-                    continue  # they are there already
+                    continue  # already in host memory
                 for group in part.param_groups:
                     yield from (parameter.data for parameter in group["params"])
                 for state in part.optimizer.state.values():
@@ -166,7 +166,7 @@ class ModelStates:
 
 
 class HostArena:
-    """Host memory in chunks, taken once; a range of it may lie in several chunks."""
+    """Host memory in chunks, allocated once; a range may span several chunks."""
 
     def __init__(self, pinned: bool, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._pinned, self._chunk_bytes = pinned, chunk_bytes
@@ -177,8 +177,7 @@ class HostArena:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for at least ``nbytes``; only the last chunk may be smaller than the
-        others."""
+        """Allocates at least ``nbytes``; only the last chunk may be smaller than the others."""
         if nbytes <= self.nbytes:
             return
         whole, rest = divmod(nbytes, self._chunk_bytes)
@@ -190,8 +189,8 @@ class HostArena:
         ]
 
     def places(self, sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Views for blocks of these many bytes, in the pieces that they are cut into; always the
-        same for the same."""
+        """Returns, for blocks of these sizes in bytes, the views of their pieces; always the same
+        views for the same sizes."""
         starts = list(itertools.accumulate(map(_aligned, sizes), initial=0))
         self.reserve(starts.pop())
         return [
@@ -199,7 +198,7 @@ class HostArena:
         ]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
-        """Views that together are the bytes ``offset`` to ``offset + nbytes``."""
+        """Yields views that together are the bytes ``offset`` to ``offset + nbytes``."""
         while nbytes:
             chunk, start = divmod(offset, self._chunk_bytes)
             size = min(nbytes, self._chunk_bytes - start)
@@ -209,8 +208,7 @@ class HostArena:
 
 @dataclass
 class _Absent:
-    """A storage that was emptied, and how it is filled again: from ``pieces`` of host memory, or
-    with zeros."""
+    """An emptied storage and its content: ``pieces`` of host memory, or zeros."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -228,7 +226,7 @@ class _Absent:
         if pieces is not None:
             for here, there in absent._pairs(pieces):
                 there.copy_(here, non_blocking=True)
-            synchronize(device)  # the copy must be complete before its source goes
+            synchronize(device)  # the copy must be complete before its source is freed
         if absent.is_freed:
             storage.resize_(0)
         else:
@@ -298,5 +296,5 @@ def synchronize(device: torch.device) -> None:
 
 
 def bytes_as(tensor: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of a contiguous tensor's bytes, cut as its copy is."""
+    """Returns views of a contiguous tensor's bytes, cut like the pieces of its copy."""
     return tensor.detach().view(-1).view(torch.uint8).split([piece.numel() for piece in pieces])

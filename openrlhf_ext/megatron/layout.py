@@ -1,5 +1,5 @@
-"""How the ranks of a run are arranged. No other place knows their order: ``place`` tells where a
-rank is, ``ranks`` which ranks are at a place."""
+"""The arrangement of a run's ranks. Only this module knows their order: ``place`` returns the
+coordinates of a rank, ``ranks`` the ranks at given coordinates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import NamedTuple
 
 from openrlhf_ext.options.sections import Megatron
 
-# tensor parallelism varies fastest. Each replica is tp * cp * pp ranks in a row, as in OpenRLHF's
-# actor group; Megatron takes that only where an expert has as many replicas as all else
-# (megatron-core 0.19.2 parallel_state.py:896)
+# Tensor parallelism varies fastest. Each replica is tp * cp * pp consecutive ranks, as in
+# OpenRLHF's actor group. Megatron accepts that only if experts have the same number of replicas as
+# the other layers (megatron-core 0.19.2 parallel_state.py:896).
 _REPLICAS_IN_A_ROW, _STAGES_LAST = "tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"
 PIPELINE_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 class RankPlace(NamedTuple):
-    """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage,
-    its replica; and among the ranks of its stage once more as a holder of experts: which shard of
-    them, which experts, which copy of these."""
+    """Coordinates of a rank.
+
+    They are its places in the tensor- and context-parallel groups, its pipeline stage, and its
+    replica; then, among the ranks of its stage, its coordinates as a holder of experts: which shard
+    of an expert, which experts, which copy of them.
+    """
 
     tensor: int
     context: int
@@ -42,10 +45,10 @@ class ParallelLayout:
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     virtual_pipeline_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
-    decoder_first_pipeline_num_layers: int | None = None  # None: as many as the stages between
+    decoder_first_pipeline_num_layers: int | None = None  # None: same as the stages between
     decoder_last_pipeline_num_layers: int | None = None
-    expert_parallel_size: int = 1  # ranks of a stage that the experts of a layer are dealt over
-    # ranks that share an expert; None: see ``expert_tensor``
+    expert_parallel_size: int = 1  # ranks of a stage over which the experts of a layer are dealt
+    # Ranks that share an expert; None: see ``expert_tensor``.
     expert_tensor_parallel_size: int | None = None
 
     @classmethod
@@ -65,7 +68,7 @@ class ParallelLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As the records of a run have them."""
+        """The sizes as a run's records store them."""
         return {
             "ranks": self.world_size,
             "tensor": self.tensor_parallel_size,
@@ -76,8 +79,8 @@ class ParallelLayout:
         }
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The rules that are broken: the fields concerned, and what is wrong. ``name``: what the
-        user calls a field."""
+        """Yields each broken rule: the fields concerned, and the problem. ``name`` maps a field to
+        the user's name for it."""
         world, tp, pp, cp, sp, vp, *ends, ep, etp = (name(field.name) for field in fields(self))
         size, world_size = self.model_parallel_size, self.world_size
         if world_size % size:
@@ -117,17 +120,21 @@ class ParallelLayout:
         return self.world_size // self.model_parallel_size
 
     def rows(self, tokens: int) -> int:
-        """Of so many tokens, those that a rank has between tensor-parallel regions."""
+        """Returns how many of ``tokens`` tokens a rank holds between tensor-parallel regions."""
         return tokens // self.tensor_parallel_size if self.sequence_parallel else tokens
 
     @property
     def given_layers(self) -> tuple[int | None, int | None]:
-        """Layers of the first and of the last stage where they are not spread evenly."""
+        """Layers of the first and of the last stage, if given; None where they follow from an even
+        spread."""
         return self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers of every stage. Raises ValueError: a stage would have none, or the stages whose
-        layers are not given unlike many."""
+        """Returns the number of layers of every stage.
+
+        Raises ValueError if a stage would have no layers, or if the remaining layers do not divide
+        evenly over the remaining stages.
+        """
         stages = self.pipeline_parallel_size
         given = {
             at: one
@@ -142,8 +149,11 @@ class ParallelLayout:
         return [given.get(stage, rest // max(1, others)) for stage in range(stages)]
 
     def chunk_layers(self, num_layers: int) -> dict[tuple[int, int], range]:
-        """Layers, counted from 0, of every (pipeline stage, model chunk), as Megatron spreads them:
-        chunks interleaved. Raises ValueError: they cannot be spread so."""
+        """Returns the layers, counted from 0, of every (pipeline stage, model chunk), interleaved
+        as in Megatron.
+
+        Raises ValueError if they do not divide evenly.
+        """
         chunks, stages, start = self.virtual_pipeline_size, self.stage_layers(num_layers), 0
         if any(layers % chunks for layers in stages):
             raise ValueError(f"stages of {stages} layers are not {chunks} equal chunks each")
@@ -162,9 +172,11 @@ class ParallelLayout:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share an expert. Where nothing is said of experts they are cut as all else;
-        Megatron wants its expert groups of a dense model, which uses none, to have as many replicas
-        as there are."""
+        """Ranks that share an expert.
+
+        Without expert options, experts are split like the other layers: even for a dense model,
+        Megatron requires as many replicas of its expert groups as of the model.
+        """
         if self.expert_tensor_parallel_size is not None:
             return self.expert_tensor_parallel_size
         if self.expert_parallel_size > 1:
@@ -180,26 +192,27 @@ class ParallelLayout:
 
     @property
     def exchanging_ranks(self) -> int:
-        """Ranks in a row that exchange tokens, because each has some of the experts."""
+        """Number of consecutive ranks that exchange tokens, because each has some of the
+        experts."""
         return (
             self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
         )
 
     @property
     def copy_ranks(self) -> int:
-        """Ranks that one copy of the model is on, its experts included."""
+        """Number of ranks of one copy of the model, including its experts."""
         here = self.tensor_parallel_size * self.context_parallel_size
         return self.pipeline_parallel_size * max(here, self.exchanging_ranks)
 
     @property
     def order(self) -> str:
-        """Megatron's, of the axes; the one of OpenRLHF wherever Megatron has it."""
+        """Megatron's order of the axes; OpenRLHF's order if Megatron supports it."""
         in_a_row = self.pipeline_parallel_size == 1 or self.expert_copies == self.data_parallel_size
         return _REPLICAS_IN_A_ROW if in_a_row else _STAGES_LAST
 
     @cached_property
     def places(self) -> tuple[RankPlace, ...]:
-        """Of all ranks."""
+        """The places of all ranks."""
         dense = {
             "tp": self.tensor_parallel_size,
             "cp": self.context_parallel_size,
@@ -235,8 +248,8 @@ class ParallelLayout:
         return self.places[rank]
 
     def ranks(self, **coordinates: int) -> tuple[int, ...]:
-        """The global ranks with these coordinates (``RankPlace``), ascending; all of an axis that
-        is not given."""
+        """Returns the global ranks with these coordinates (``RankPlace``), ascending; an axis that
+        is not given matches all its ranks."""
         wanted = coordinates.items()
         return tuple(
             rank
@@ -253,13 +266,14 @@ class ParallelLayout:
         return self.context_parallel_size * self.data_parallel_size
 
     def copy(self, rank: int) -> int:
-        """Number of a rank among those that hold its share, in the order of ranks."""
+        """Returns the index of a rank among the ranks that hold the same share, in the order of
+        ranks."""
         place = self.place(rank)
         return place.replica * self.context_parallel_size + place.context
 
     @property
     def near_ranks(self) -> int:
-        """Ranks in a row that have the most to say to each other."""
+        """Number of consecutive ranks that communicate most."""
         return math.lcm(
             self.tensor_parallel_size * self.context_parallel_size, self.exchanging_ranks
         )

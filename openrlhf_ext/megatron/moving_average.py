@@ -8,16 +8,17 @@ import torch
 
 from openrlhf_ext.megatron.host_memory import HostArena, synchronize
 
-_BLOCK_ENTRIES = 1 << 24  # of the moving average, on the device at a time
+_BLOCK_ENTRIES = 1 << 24  # entries of the moving average on the device at a time
 
 
 class MovingAverage:
-    """Of what this rank trains, fp32 in host memory: after each update
-    ``beta average + (1 - beta) weights``.
+    """The moving average of this rank's trained weights, fp32 in host memory.
 
-    It passes over the device in blocks, where it is computed: to keep it there would take 4 bytes a
-    parameter, and a host's cores need seconds for what the bus does in tenths (pinned memory, no
-    wait in between)."""
+    After each update it is ``beta average + (1 - beta) weights``. The device computes it block by
+    block: keeping it on the device would take 4 bytes per parameter, and the host's cores need
+    seconds for what a transfer over the bus does in tenths of a second (pinned memory, no wait in
+    between).
+    """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
         self._beta = beta
@@ -30,11 +31,11 @@ class MovingAverage:
         self.restart()
 
     def restart(self) -> None:
-        """Begins with the present weights."""
+        """Restarts the average from the present weights."""
         self._pass_over(lambda average_n, weight_n: average_n.copy_(weight_n))
 
     def update(self) -> None:
-        """The host does not wait for it."""
+        """Queues the update; the host does not wait for it."""
         self._pass_over(
             lambda average_n, weight_n: average_n.lerp_(weight_n.float(), 1 - self._beta)
         )
@@ -55,12 +56,12 @@ class MovingAverage:
             yield from piece.view(torch.float32).split(_BLOCK_ENTRIES)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU, of the parameter's shape."""
+        """Returns a CPU copy of the average, in the parameter's shape."""
         synchronize(parameter.device)
         return torch.cat([*self._blocks(parameter)]).view(parameter.shape)
 
     def put(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Others in the place of ``of``."""
+        """Replaces the average of the parameter by ``values``."""
         synchronize(parameter.device)
         blocks = [*self._blocks(parameter)]
         for block_n, values_n in zip(

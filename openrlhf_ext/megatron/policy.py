@@ -1,9 +1,8 @@
-"""A decoder that computes and is trained, what policy and critic have in common; and the policy:
-log-probs, train step.
+"""Trainable decoder models: the base class of policy and critic, and the policy (log-probs, train
+step).
 
 Every public method is a collective over all ranks of the model unless it says otherwise. Shape
-suffixes as in
-``step.schedule``: B = sequences, N = response tokens, H = hidden size.
+suffixes as in ``step.schedule``: B = sequences, N = response tokens, H = hidden size.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _FIXED_TOKENS = 128
 
 
 class Share(Protocol):
-    """Rows of a mini-batch with what the loss of the whole needs (``LossBatch``)."""
+    """Rows of a mini-batch, with the whole mini-batch's loss denominators (``LossBatch``)."""
 
     def select(self, rows: RowSelection) -> Any:
         """These rows."""
@@ -75,14 +74,14 @@ class Share(Protocol):
 
 
 class Objective(Protocol):
-    """A loss on log-probs that is a sum of shares (``Algorithm``)."""
+    """A loss on log-probs; the losses of shares add up (``Algorithm``)."""
 
     def entropy_slope(self, shaped: Any) -> Tensor | None:
-        """(N,) what the entropy of each token is multiplied by in the loss; None: entropies are not
-        in it."""
+        """(N,) factor on the entropy of each token in the loss; None: the loss contains no
+        entropy."""
 
     def token_loss(self, shaped: Any) -> TokenLoss | None:
-        """The loss as terms of single tokens; None: it has no such form."""
+        """The loss as per-token terms; None: it has no such form."""
 
     def loss(self, logprobs_N: Tensor, shaped: Any, /) -> Loss:
         """The loss of a share."""
@@ -108,7 +107,7 @@ class _Nothing:
 
 
 class MegatronModel(BuiltModel):
-    """This rank's share of a decoder with its schedule and its optimizer (None for a model that is
+    """This rank's share of a decoder, with its schedule and its optimizer (None for a model that is
     never trained)."""
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -116,7 +115,7 @@ class MegatronModel(BuiltModel):
         self.schedule = Schedule(self)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
-        # of the run, completed with each of the next updates
+        # Fractions of the run that are complete after each of the next updates.
         self._shares: deque[Fraction] = deque()
         if settings.optimizer is not None:
             self.optimizer = build_optimizer(
@@ -146,7 +145,7 @@ class MegatronModel(BuiltModel):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that layers keep on this rank besides parameters while they compute. Not a
+        """Bytes that layers keep on this rank besides parameters while the model computes. Not a
         collective."""
         return sum(kept_bytes(self.settings.converters, chunk.decoder) for chunk in self.chunks)
 
@@ -157,8 +156,10 @@ class MegatronModel(BuiltModel):
         return sequence_batch([tokens], [((1, len(tokens)),)])
 
     def compute_once(self, training: bool) -> None:
-        """A forward pass over a fixed sequence in every micro-batch that schedules want, for what
-        layers make of it."""
+        """Runs a forward pass over a fixed sequence, for layer converters that need one.
+
+        The sequence is in every micro-batch that the schedule requires.
+        """
         batch = self._fixed_batch()
 
         def nothing(part: PackedBatch, hidden_NH: Tensor) -> PackLoss:
@@ -166,12 +167,12 @@ class MegatronModel(BuiltModel):
 
         plan = [[0] for _ in self.schedule.plan(batch, forward_only=True)]
         self.schedule.run(batch, plan, nothing, forward_only=True, training=training)
-        self.schedule.take_count()  # no tokens of the run's
+        self.schedule.take_count()  # discards the count: these are not tokens of the run
 
     # ---- training
 
     def zero_grad(self) -> None:
-        """Clears gradients before the micro-batches of a step. Not a collective."""
+        """Clears the gradients before the micro-batches of a step. Not a collective."""
         optimizer, _ = self._training_parts()
         for model in self.models:
             if isinstance(model, DistributedDataParallel):
@@ -187,19 +188,24 @@ class MegatronModel(BuiltModel):
         return self.optimizer, self.scheduler
 
     def plan_rates(self, before: Fraction, after: Fraction, updates: int) -> None:
-        """The next so many updates take the run from one share of its whole to another: the
-        schedule goes by that. Without this each update is a step of the schedule."""
+        """Plans the learning rates of the next ``updates`` updates, which take the run from
+        fraction ``before`` to ``after``.
+
+        Without a plan, each update is one step of the schedule.
+        """
         self._shares = deque(
             before + (after - before) * Fraction(n, updates) for n in range(1, updates + 1)
         )
 
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
-        """One update with the gradients of a schedule; the schedule moves first, so that no update
-        is lost to rate 0. Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states
-        wait in host memory, this rank's ``update/stream_seconds``. ``more``: another train step
-        follows. With ``megatron.overlap_param_gather`` its forward pass gathers the new parameters,
-        and until then only a schedule may read them. Raises NonFiniteUpdateError: the gradient norm
-        is not finite; no parameter has moved.
+        """Runs one update with the accumulated gradients.
+
+        The learning-rate schedule moves first, so that no update is lost to rate 0. Returns
+        ``grad_norm`` (before clipping), ``lr`` and, if Adam's states are in host memory, this
+        rank's ``update/stream_seconds``. ``more``: another train step follows. With
+        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters; until then
+        only a schedule may read them. Raises NonFiniteUpdateError if the gradient norm is not
+        finite; no parameter has changed then.
         """
         optimizer, scheduler = self._training_parts()
         assert self.settings.optimizer is not None, "there is a scheduler"
@@ -217,8 +223,8 @@ class MegatronModel(BuiltModel):
 
 
 def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs) -> None:
-    """Megatron's gradient reduction without its division by a token count: the shares carry their
-    denominators."""
+    """Reduces gradients as Megatron does, but without the division by a token count: the shares
+    carry their denominators."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -229,16 +235,18 @@ class MegatronPolicy(MegatronModel):
             self.average = MovingAverage(self.chunks, settings.train.ema_beta)
 
     def warm_up(self) -> None:
-        """Forward and backward pass over a fixed sequence, of which nothing stays: so that
-        libraries load and kernels compile before the first step (a process's first pack took 2.9 s
-        on an H200, docs/status.md)."""
+        """Runs a forward and a backward pass over a fixed sequence, and keeps none of its results.
+
+        Libraries load and kernels compile before the first step (a process's first pack took 2.9 s
+        on an H200, docs/status.md).
+        """
         drawn, kept = (
             random_states(),
             {name: tensor.clone() for name, tensor in self.converter_state().items()},
         )
         self.accumulate_gradients(self._fixed_batch(), _Nothing(), _Nothing())
         self.zero_grad()
-        self.schedule.take_count()  # no tokens of the run's
+        self.schedule.take_count()  # discards the count: these are not tokens of the run
         for name, tensor in self.converter_state().items():
             tensor.copy_(kept[name])
         set_random_states(drawn)
@@ -252,9 +260,11 @@ class MegatronPolicy(MegatronModel):
         temperature: float | None = None,
         routed: list[SequenceBatch] | None = None,
     ) -> LogprobEntropy:
-        """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of
+        """Returns log-probs and entropies of this data-parallel rank's sequences, on every rank of
         the replica.
-        ``routed``: see ``Schedule.collect``."""
+
+        ``routed``: see ``Schedule.collect``.
+        """
         temperature = self.settings.rollout.temperature if temperature is None else temperature
         return LogprobEntropy(
             *self.schedule.collect(
@@ -263,8 +273,8 @@ class MegatronPolicy(MegatronModel):
         )
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """Under sequence parallelism the head itself gathers the rows it needs, while it computes
-        others."""
+        """Under sequence parallelism the head itself gathers the rows it needs, overlapped with
+        computation."""
         if self.config.sequence_parallel:
             return hidden_LH
         return super().response_states(hidden_LH, part)
@@ -300,15 +310,17 @@ class MegatronPolicy(MegatronModel):
         more: bool = False,
         seen: list[LogprobEntropy] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and
-        ``shaped``, which carries the whole mini-batch's denominators, so that the shares of all
-        micro-batches and ranks add up. Returns the metrics of the mini-batch, the same on every
-        rank. ``more``: see ``optimizer_step``; ``seen`` gets the log-probs and entropies of
-        ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one of its
-        metrics or the gradient norm is not finite.
+        """Runs one optimizer step on a mini-batch.
+
+        This data-parallel rank holds the share ``batch`` and ``shaped`` of it. ``shaped`` carries
+        the whole mini-batch's denominators, so the shares of all micro-batches and ranks add up.
+        Returns the metrics of the mini-batch, the same on every rank. ``more``: see
+        ``optimizer_step``. ``seen`` receives the log-probs and entropies of ``batch`` from the loss
+        computation. Raises NonFiniteUpdateError if the loss, a metric or the gradient norm is not
+        finite.
         """
         metrics = self.accumulate_gradients(batch, shaped, algorithm, seen)
-        # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
+        # On a GPU the micro-batch losses skip this check to avoid a synchronization.
         if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
             found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
             raise NonFiniteUpdateError(f"the train step gave values that are not finite: {found}")
@@ -321,11 +333,12 @@ class MegatronPolicy(MegatronModel):
         algorithm: Objective,
         seen: list[LogprobEntropy] | None = None,
     ) -> dict[str, float]:
-        """A train step without the update."""
+        """Runs a train step without the update."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         kept = None if seen is None else TokenValues(batch, plan, 2, self.device)
-        # all at once, while the device has nothing else to do; micro-batches are then slices of it
+        # One transfer, while the device is idle anyway; micro-batches are then slices of the
+        # result.
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, states: Tensor) -> PackLoss:
@@ -338,8 +351,8 @@ class MegatronPolicy(MegatronModel):
         losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
         if seen is not None and kept is not None:
             seen.append(LogprobEntropy(*kept.in_order()))
-        # norms of the groups before the optimizer clips in place, and metrics: read from the device
-        # together
+        # One read from the device for the metrics and the group norms, which must be taken before
+        # the optimizer clips in place.
         sums = [
             *gradient_squares(self.models, self.settings.layout, dist.get_rank()),
             *self._take_routing(),
@@ -350,13 +363,13 @@ class MegatronPolicy(MegatronModel):
         return {"loss/policy": 0.0} | metrics | gradient_norms(squares, present)
 
     def gradient_square(self) -> float:
-        """Of this rank's share of the gradient that the last update used, behind the clip. Not a
-        collective."""
+        """Returns the squared norm of this rank's share of the last update's gradient, after
+        clipping. Not a collective."""
         return float(gradient_squares(self.models, self.settings.layout, dist.get_rank())[0].sum())
 
     def _take_routing(self) -> list[Tensor]:
-        """What a mixture's routers have counted since the last call (``experts.take_routing``); of
-        a dense model nothing. Not a collective."""
+        """Returns the router counts since the last call (``experts.take_routing``); an empty list
+        for a dense model. Not a collective."""
         if not self.shape.num_experts:
             return []
         return [
@@ -366,13 +379,13 @@ class MegatronPolicy(MegatronModel):
     def _loss(
         self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective
     ) -> tuple[Tensor, Loss, HeadOutput]:
-        """What to differentiate on this rank, the loss of the micro-batch with its metrics, and
-        what it comes from.
+        """Returns the value to differentiate on this rank, the loss of the micro-batch with its
+        metrics, and the head's output.
 
-        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets
-        the tokens' logits. A context-parallel rank then differentiates the terms of its own tokens
-        only; otherwise it differentiates the whole loss, of which only its own log-probs lead back
-        to its hidden states.
+        If the loss is a sum of per-token terms, the head computes its gradient together with the
+        tokens' logits. A context-parallel rank then differentiates only the terms of its own
+        tokens. Otherwise it differentiates the whole loss, in which only its own log-probs depend
+        on its hidden states.
         """
         temperature = self.settings.rollout.temperature
         slope_N = algorithm.entropy_slope(shaped)
@@ -398,9 +411,11 @@ class MegatronPolicy(MegatronModel):
     # ---- weights
 
     def host_copy(self, path: str) -> FrozenCopy | None:
-        """A checkpoint of this shape in host memory, with converters' state. Called before the
-        first train step. None:
-        ``trained.as_loaded`` gives it without a copy."""
+        """Returns a host-memory copy of a checkpoint of this shape, with the converters' state.
+
+        Call it before the first train step. Returns None if ``trained.as_loaded`` provides the
+        weights without a copy.
+        """
         state = self.converter_state().values()
         if path == self.settings.model_path:
             return self.trained.reference(state)
@@ -412,8 +427,8 @@ class MegatronPolicy(MegatronModel):
             converter.loaded(self.chunks, self.compute_once)
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes what is trained as an HF checkpoint, with the converters' entries; see
-        ``write_rows``. It is of the moving average where one is kept."""
+        """Writes the trained weights, or their moving average if there is one, as an HF checkpoint
+        with the converters' entries; see ``write_rows``."""
         entries = {
             name: value for c in self.settings.converters for name, value in c.hf_config().items()
         }

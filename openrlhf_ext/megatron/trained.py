@@ -1,5 +1,5 @@
-"""What is trained of a model: all of its weights, or adapters beside weights that stay. Whoever
-loads, exports, saves, or compares a model asks ``BuiltModel.trained``, and does not ask which of
+"""The trained part of a model: all of its weights, or adapters beside frozen weights. Code that
+loads, exports, saves, or compares a model calls ``BuiltModel.trained`` and need not know which of
 the two it is.
 
 Every method is a collective over all ranks of the model unless it says otherwise.
@@ -30,19 +30,19 @@ from openrlhf_ext.megatron.model.hf_files import adapter_side_files
 from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, Value
 
 Form = Literal["adapter", "merged"]
-"""What engines get of adapters (``vllm.lora``)."""
+"""The form of adapters in engines (``vllm.lora``)."""
 
 
 class WholeModel:
-    """All weights are trained, or none. These answers are also the defaults of ``Adapters``."""
+    """All weights are trained, or none. These methods are also the defaults of ``Adapters``."""
 
     is_beside_weights = False
 
     def __init__(self, model: Any) -> None:
-        self._model = model  # a ``BuiltModel``, whose file imports this one
+        self._model = model  # a ``BuiltModel``; its module imports this one
 
     def build(self) -> None:
-        """Adds what is trained to chunks whose weights are loaded."""
+        """Adds the trained parameters to chunks whose weights are loaded."""
 
     def in_fp32(self, chunk: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
         """Parameters that stay fp32 in a bf16 model. Not a collective."""
@@ -53,49 +53,54 @@ class WholeModel:
         return True
 
     def facts(self) -> dict[str, Any]:
-        """What a resumable checkpoint must agree with besides shape and precision."""
+        """Facts that a resumable checkpoint must match besides shape and precision."""
         return {}
 
     def exporter(self, value: Value | None = None) -> HFExporter:
-        """Of what is trained, in its Hugging Face form; ``value``: see ``HFExporter``."""
+        """Returns an exporter of the trained weights in Hugging Face form; ``value``: see
+        ``HFExporter``."""
         return self._model.exporter(value)
 
     def engine_exporter(self, form: Form, dtype: torch.dtype, most_streams: int) -> HFExporter:
-        """Of what engines of this ``dtype`` get in a weight sync."""
+        """Returns an exporter of the weights that engines of this ``dtype`` get in a weight
+        sync."""
         return self._model.exporter(most_streams=most_streams)
 
     def as_in_engines(
         self, form: Form, dtype: torch.dtype, version: int
     ) -> AbstractContextManager[None]:
-        """Forward passes in the body are those of engines that have the update ``version``, 0: none
-        yet. Not a collective."""
+        """Inside the body, forward passes match the engines that have update ``version`` (0: no
+        update yet). Not a collective."""
         return nullcontext()
 
     def shows_every_step(self, form: Form) -> bool:
-        """Whether a step that moves parameters always changes what engines get. Not a
+        """Whether a step that changes parameters always changes the weights in the engines. Not a
         collective."""
         return True
 
     def as_loaded(self) -> AbstractContextManager[None]:
-        """Forward passes in the body are the weights' alone, without what was added to them. Not a
+        """Inside the body, forward passes use the loaded weights without the adapters. Not a
         collective."""
         return nullcontext()
 
     def reference(self, state: Iterable[Tensor]) -> FrozenCopy | None:
-        """A copy of the weights as they are now; None: they stay, and ``as_loaded`` gives them."""
+        """Returns a copy of the present weights; None if they stay frozen and ``as_loaded``
+        provides them."""
         return FrozenCopy(self._model.chunks, state=state)
 
     def write(
         self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None
     ) -> dict[str, int]:
-        """Writes what is trained as a Hugging Face checkpoint; see ``BuiltModel.write_rows``.
-        ``entries``: what its config.json gets."""
+        """Writes the trained weights as a Hugging Face checkpoint; see ``BuiltModel.write_rows``.
+
+        ``entries``: additional entries of its config.json.
+        """
         return self._model.write_hf(target, entries, value)
 
 
 class Adapters(WholeModel):
-    """Adapters beside frozen weights (``layers.adapted``); in their own checkpoints, in peft's
-    form."""
+    """Adapters beside frozen weights (``layers.adapted``); their checkpoints hold only the
+    adapters, in peft's format."""
 
     is_beside_weights = True
 
@@ -129,7 +134,7 @@ class Adapters(WholeModel):
         }
 
     def base_fingerprint(self) -> str:
-        """Of the frozen weights, the same in every layout."""
+        """Returns a fingerprint of the frozen weights, the same in every layout."""
         if self._fingerprint is None:
             self._fingerprint = self._model.exporter().fingerprint()
         return self._fingerprint
@@ -154,7 +159,7 @@ class Adapters(WholeModel):
         return nullcontext() if form == "merged" else rounded_adapters(self._model.chunks, dtype)
 
     def shows_every_step(self, form: Form) -> bool:
-        # a few updates of an adapter may be below what bf16 has room for beside the base
+        # A few updates of an adapter may be below the bf16 resolution of the merged weights.
         return form == "adapter" or self._model.dtype == torch.float32
 
     def as_loaded(self) -> AbstractContextManager[None]:
@@ -166,7 +171,8 @@ class Adapters(WholeModel):
     def write(
         self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None
     ) -> dict[str, int]:
-        """As peft and vLLM load them, in fp32, with the tokenizer."""
+        """Writes the adapters in the format that peft and vLLM load, in fp32, with the
+        tokenizer."""
         files = adapter_side_files(
             self._model.side_files, self._lora.adapter.config(self._model.settings.model_path)
         )
@@ -176,6 +182,7 @@ class Adapters(WholeModel):
 
 
 def trained_of(model: Any) -> WholeModel:
-    """Adapters, if a converter of the model's layers adds some."""
+    """Returns ``Adapters`` if a converter of the model's layers adds adapters, else
+    ``WholeModel``."""
     lora = adapters_of(model.settings.converters)
     return WholeModel(model) if lora is None else Adapters(model, lora)

@@ -1,5 +1,5 @@
-"""What a layout of a run holds and takes on one kind of GPU: memory of the fullest GPUs, seconds of
-a step, what binds.
+"""Costs of a run's layout on one kind of GPU: memory of the fullest GPUs, seconds of a step, and
+the limiting part.
 
 A layout is a set of options on top of the run's configuration.
 """
@@ -40,34 +40,34 @@ ACTOR, CRITIC, REWARDS, GUIDE = (
     f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide")
 )
 ALIKE = 0.05
-"""Steps that differ by a smaller share count as equally long."""
+"""Steps that differ by a smaller fraction count as equally long."""
 TIGHT = 0.9
-"""A layout that takes a larger share of a GPU comes after all others that fit: parts of the sum are
-estimates."""
+"""A layout that takes a larger fraction of a GPU comes after all others that fit: parts of the sum
+are estimates."""
 SHARE = "vllm.gpu_memory_utilization"
-_SAME_CARD = 0.85  # of two names, with one slip; A100-24 is no A100-40
+_SAME_CARD = 0.85  # of two names, with one typo; A100-24 is not A100-40
 
 Options = Mapping[str, Any]
 
 
 class PlanError(ValueError):
-    """The run is of a kind that is not planned."""
+    """The planner does not support this kind of run."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it holds and takes.
+    """A layout with its memory and its seconds.
 
     Attributes:
-        moments: the fullest GPU while engines sample and while the policy is trained, and while a
-            critic is; other GPUs each time unless all are colocated.
+        moments: the fullest GPU while engines sample, while the policy trains, and while a critic
+            trains; different GPUs each time unless all are colocated.
         host: bytes of a node's memory, by part.
-        share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
-        concurrency: requests that an engine works on at a time; 0 if its cache does not hold the
-        longest sequence.
+        share: fraction of a GPU for its engine (``vllm.gpu_memory_utilization``).
+        concurrency: requests that an engine processes at a time; 0 if its cache does not hold the
+            longest sequence.
         memory: bytes of a GPU.
-        short: bytes that a GPU or an engine's share lacks; 0 where the layout fits.
-        seconds: of a step; None where the layout does not fit.
+        short: bytes that a GPU or an engine's share lacks; 0 if the layout fits.
+        seconds: of a step; None if the layout does not fit.
     """
 
     options: Options
@@ -87,8 +87,8 @@ class Candidate:
 
     @property
     def decisive(self) -> tuple[Moment, ...]:
-        """An engine that is alone on its GPU takes the share that it is given, whatever it or the
-        policy needs."""
+        """The moments that decide whether a layout fits: an engine with its own GPU takes its
+        share, whatever it or the policy needs."""
         return self.moments if self.policy.config.engines_share_gpus else self.moments[1:]
 
     @property
@@ -97,17 +97,17 @@ class Candidate:
 
     @property
     def stands(self) -> bool:
-        """Whether it fits but for activations, which shorter sequences make smaller."""
+        """Whether the layout fits without activations, which shorter sequences reduce."""
         return all(moment.standing.total <= self.memory for moment in self.decisive)
 
     def tight(self, moment: Moment | None = None) -> bool:
-        """Whether a moment, or the fullest, leaves so little that the estimates in the sum
-        decide."""
+        """Whether a moment, or the fullest one, leaves so little memory that the estimates in the
+        sum decide."""
         return (moment or self.fullest).total > TIGHT * self.memory
 
     @property
     def binding(self) -> str:
-        """One sentence: what keeps the step from being shorter, and how full the GPU is."""
+        """One sentence: which phase limits the step, and how full the GPU is."""
         if self.seconds is None:
             return self.lacking
         phases, fullest = dataclasses.asdict(self.seconds), self.fullest
@@ -122,7 +122,7 @@ class Candidate:
 
     @property
     def lacking(self) -> str:
-        """What does not fit: an engine into its share, or a GPU's parts into its memory."""
+        """The part that does not fit: an engine in its share, or a GPU's parts in its memory."""
         moment, short = self.fullest, f"{self.short / GIB:.1f} GiB"
         if moment.total - self.memory < self.short:
             return (
@@ -141,9 +141,12 @@ class Candidate:
 
 
 def order(candidate: Candidate) -> tuple[float, ...]:
-    """Steps that differ by less than the model of seconds knows are as good as equal: then the
-    layout whose copies take the fewest ranks is ahead, and of those the one whose training takes
-    least memory. What does not fit comes last."""
+    """Sort key of layouts.
+
+    Steps that differ by less than the model's accuracy count as equal; then the layout whose copies
+    take the fewest ranks comes first, and among those the one whose training takes the least
+    memory. Layouts that do not fit come last.
+    """
     if candidate.seconds is None:  # the nearest to fitting first
         return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
@@ -153,8 +156,10 @@ def order(candidate: Candidate) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Models:
-    """Those of a layout, which are the same beside all engines; ``frozen``: bytes of the models
-    that only score, by name, where they have ranks of their own."""
+    """The models of a layout, the same for all engines.
+
+    ``frozen``: bytes of the models that only score and have separate ranks, by name.
+    """
 
     clock: Clock
     policy: TrainedModel
@@ -163,10 +168,10 @@ class Models:
 
     @cached_property
     def seconds(self) -> tuple[float, float, float]:
-        """Of log-probs, training, and states on their way to host memory and back."""
+        """Seconds of log-probs, of training, and of moving states to host memory and back."""
         clock, config = self.clock, self.policy.config
         trained = [self.policy, *([self.critic] if self.critic else [])]
-        # a critic takes turns: driver/loop.py, ``train``
+        # A colocated critic takes turns with the policy: driver/loop.py, ``train``.
         together: Any = sum if config.train.colocate_all else max
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = sum(map(clock.moves, trained)) if sleeps else 0.0
@@ -175,11 +180,11 @@ class Models:
 
 @dataclass(frozen=True)
 class Costs:
-    """What layouts of one run hold and take on one kind of GPU.
+    """Memory and seconds of one run's layouts on one kind of GPU.
 
-    Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len``
-    beside it, at most 512; ``device_memory``: bytes of the GPU that is there, or
-    ``megatron.gpu_memory_gib``, or those of the data sheet.
+    The mean response length defaults to 0.6 of the longest response, the mean prompt length to the
+    rest of ``data.max_len``, at most 512. ``device_memory``: bytes of the present GPU; otherwise
+    ``megatron.gpu_memory_gib`` or the data sheet applies.
     """
 
     config: RunConfig
@@ -204,8 +209,8 @@ class Costs:
         return self.shape_of(ACTOR)
 
     def shape_of(self, option: str) -> ModelShape:
-        """Of a model of the run. Raises PlanError: it is a hub name, of which nothing is known
-        here."""
+        """The shape of a model of the run. Raises PlanError for a hub name whose config.json is not
+        on this machine."""
         if option not in self._shapes:
             name = self.config.critic_model if option == CRITIC else value_of(self.config, option)
             if (folder := model_folder(name or "")) is None:
@@ -267,7 +272,8 @@ class Costs:
     # ---- one layout
 
     def timed(self) -> Seconds:
-        """Of the layout as configured, whether or not it fits: for runs of others, which did."""
+        """Seconds of the configured layout, whether or not it fits: for published runs, which did
+        fit."""
         return self._seconds(self.models(self.config), self.clock.engines(self.config))
 
     def models(self, config: RunConfig) -> Models:
@@ -321,7 +327,7 @@ def with_options(config: RunConfig, options: Options) -> RunConfig:
 
 
 def _changed(section: Any, tree: Mapping[str, Any]) -> Any:
-    """A section with the leaves of a tree in the place of its own."""
+    """A section in which the leaves of ``tree`` replace its own values."""
     inner = {name: getattr(section, name) for name in tree}
     changed = {
         name: _changed(inner[name], value) if isinstance(inner[name], Section) else value

@@ -1,8 +1,8 @@
-"""Whether a run fits on its GPUs: the layout that ``megatron.layout auto`` comes to, and the
+"""Decides whether a run fits on its GPUs: the layout that ``megatron.layout auto`` chooses, and the
 verdict of a dry run.
 
-Both are the planner's sums. States that are larger than a GPU are refused by name, in the report of
-a run's options; what activations and estimates add is told by a dry run.
+Both use the planner's sums. The report of a run's options rejects states that are larger than a
+GPU. A dry run also reports the activations and the estimates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from openrlhf_ext.redaction import redact
 logger = logging.getLogger(__name__)
 
 _LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
-# control groups 2 and 1
+# Control groups version 2 and version 1.
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _ASSUMED = "H100"
 _ASK_S = 60.0
@@ -56,8 +56,11 @@ Goal = Literal["fits", "stands"]
 
 @dataclass(frozen=True)
 class Device:
-    """The GPUs of a run: ``said`` in words, ``kind`` by the planner's table, which gives their
-    rates; ``is_known``: the memory was asked for or given."""
+    """The GPUs of a run.
+
+    ``said``: a description; ``kind``: the entry of the planner's table, which gives the rates;
+    ``is_known``: the memory was measured or given.
+    """
 
     said: str
     memory: int
@@ -75,10 +78,10 @@ _ASSUMED_DEVICE = Device(
 
 
 def _device_of(config: RunConfig) -> Device | None:
-    """What the run trains on; None: on CPU, where nothing has a size of its own.
+    """The GPU that the run trains on; None on CPU, where there is no memory limit to check.
 
-    Without a GPU here a run is on CPU unless it joins a cluster; a dry run is taken to be of one on
-    GPUs, unless its weights travel by gloo.
+    Without a GPU here, a run is on CPU unless it joins a cluster. A dry run is assumed to be for a
+    run on GPUs, unless its weights travel by gloo.
     """
     here = _gpu_here()
     if config.megatron.gpu_memory_gib is not None:
@@ -86,7 +89,7 @@ def _device_of(config: RunConfig) -> Device | None:
         return Device(f"a GPU ({_MEMORY})", memory, _ASSUMED if here is None else here.kind)
     if here is not None:
         return here
-    # the driver joins that cluster
+    # The driver joins that cluster.
     elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")
     if config.vllm.sync_backend == "gloo" or not (
         config.dry_run or config.dry_run_json or elsewhere
@@ -97,8 +100,8 @@ def _device_of(config: RunConfig) -> Device | None:
 
 @cache
 def _gpu_here() -> Device | None:
-    """Asked in a process of its own: CUDA, once it is started in this one, cannot be used in the
-    driver, its fork."""
+    """This machine's GPU, queried in a separate process: once CUDA is initialized in this process,
+    its fork, the driver, cannot use it."""
     if not glob.glob("/dev/nvidia[0-9]*"):
         return None
     receiver, sender = (fork := multiprocessing.get_context("fork")).Pipe(duplex=False)
@@ -124,7 +127,7 @@ def _gpu_here() -> Device | None:
 
 
 def _memory_here() -> int:
-    """Bytes that this machine, or its container, gives processes."""
+    """Bytes of memory that this machine, or its container, gives processes."""
     there = psutil.virtual_memory().total
     for limit in map(Path, _MEMORY_LIMITS):
         if limit.exists() and (text := limit.read_text().strip()).isdigit():
@@ -133,7 +136,7 @@ def _memory_here() -> int:
 
 
 def _ask_cuda(sender: Connection) -> None:
-    """Sends name and bytes of this process's first GPU, None without one."""
+    """Sends name and bytes of this process's first GPU, None without a GPU."""
     there = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     sender.send(None if there is None else (there.name, there.total_memory))
 
@@ -142,17 +145,17 @@ def _planner(config: RunConfig, device: Device) -> Planner:
     return Planner(config, device.kind, device_memory=device.memory, own=True)
 
 
-# ---- a layout that is left to us
+# ---- choosing a layout
 
 
 def choice(trained: TrainedConfig) -> dict[str, Any]:
-    """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not
-    here yet.
+    """Returns the options that ``megatron.layout auto`` chooses; an empty dict if the model's
+    config.json is not here yet.
 
-    The layout as it is written (1 everywhere) where that leaves a tenth of the GPU free; else the
-    best by the planner's order; else the one that lacks least, if its states fit. GPU counts,
-    engines and what the run sets stay; sizes that it gives DeepSpeed do where a layout fits with
-    them. Called before the rules are asked, so they may be broken.
+    The default layout (1 everywhere) is chosen if it leaves a tenth of the GPU free, else the best
+    by the planner's order, else the layout that lacks the least memory, if its states fit. GPU
+    counts, engines and options of the run stay. Sizes given for DeepSpeed stay if a layout with
+    them fits. Called before the rules are checked, so rules may be broken.
     """
     config = trained.as_run()
     given: dict[str, Any] = {_LAYOUT: "given"}
@@ -162,13 +165,13 @@ def choice(trained: TrainedConfig) -> dict[str, Any]:
         found = _left_to_us(config, device) or {}
     except PlanError:
         return {}
-    except InputError:  # of config.json, which the rules report
+    except InputError:  # a fault of config.json, which the rules report
         return given
     return given | {name: value for name, value in found.items() if value != value_of(config, name)}
 
 
 def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
-    # sizes that came from DeepSpeed's options cut sequences and heads, but no states
+    # Sizes that come from DeepSpeed's options split sequences and heads, but no states.
     freed = _unset(config, [name for name in SIZES if stands_in(config, name)])
     goals: tuple[Goal, ...] = ("fits", "stands")
     tries = [
@@ -179,7 +182,7 @@ def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
 
 
 def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """With options of ``megatron.*`` as if they had not been given."""
+    """Returns the configuration with these options of ``megatron.*`` unset."""
     if not names:
         return config
     default, leaves = type(config.megatron)(), {name.removeprefix("megatron.") for name in names}
@@ -192,10 +195,10 @@ def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
 
 
 def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
-    """What a layout that reaches the goal sets; nothing where the one as it is written does. None
-    where none does.
+    """Returns the options of a layout that reaches the goal; {} if the layout as written reaches
+    it, None if no layout does.
 
-    A critic has the policy's sizes if any layout does with them.
+    A critic has the policy's sizes if any layout with them fits.
     """
     config = planner.config
     if goal == "fits" and planner.is_allowed:
@@ -213,8 +216,11 @@ def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 
 
 def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
-    """The share of an engine that is alone stays as it is: with a better one only its seconds are
-    predicted."""
+    """Returns the options of the best layout that reaches the goal.
+
+    An engine with its own GPU keeps its share: a better one would change only the predicted
+    seconds.
+    """
     config, shared = planner.config, planner.config.engines_share_gpus
     found = [*planner.layouts()]
     good = [candidate for candidate in found if getattr(candidate, goal)]
@@ -232,11 +238,12 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     return {name: value for name, value in best.items() if shared or name != SHARE}
 
 
-# ---- what cannot fit
+# ---- runs that cannot fit
 
 
 def findings(config: TrainedConfig) -> Findings:
-    """For ``load(rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
+    """For ``load(rules=...)``: finds states that exceed a GPU, and reports what
+    ``megatron.layout auto`` chose."""
     run = config.as_run()
     if not isinstance(config, RunConfig):
         found = _laid_out(run)
@@ -262,20 +269,22 @@ def findings(config: TrainedConfig) -> Findings:
 
 
 def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:
-    """None on CPU, before a layout is chosen, and where other rules are broken."""
+    """Returns None on CPU, before a layout is chosen, and if other rules are broken."""
     if config.megatron.layout == "auto" or (device := _device_of(config)) is None:
         return None
     planner = _planner(config, device)
     try:
         return (planner, planner.as_configured(), device) if planner.is_allowed else None
-    except (PlanError, InputError):  # the verdict or the rules say so
+    except (PlanError, InputError):  # the verdict or the rules report it
         return None
 
 
 def laid_out(config: RunConfig) -> RunConfig:
-    """A run whose models have been downloaded, with the layout that was left open until then.
-    Raises ConfigError:
-    states exceed a GPU."""
+    """Returns the configuration of a run whose models have just been downloaded, with its layout
+    chosen.
+
+    Raises ConfigError if states exceed a GPU.
+    """
     if config.megatron.layout == "given":
         return config
     options = choice(config)
@@ -316,8 +325,8 @@ def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
 
 
 def _written(config: RunConfig, chosen: Iterable[str]) -> str:
-    """The options that were chosen as YAML on one line, without those at their default but the
-    first size."""
+    """Returns the chosen options as YAML on one line: the first size, and the others that differ
+    from their default."""
     default = RunConfig()
     values = {
         name: value
@@ -352,7 +361,8 @@ def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation
 def _rank_too_large(
     planner: Planner, laid_out: Candidate, device: Device, called: Mapping[str, str]
 ) -> Iterator[Violation]:
-    """``called``: options that the command calls otherwise."""
+    """Yields a violation if a rank's states exceed a GPU. ``called``: the command's names of
+    options, where they differ."""
     config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
     if (standing := max((one.standing for one in laid_out.decisive), key=TOTAL)).total <= memory:
         return
@@ -385,8 +395,8 @@ def _rank_too_large(
 
 
 def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
-    """Where this machine has the run's GPUs, and so the memory in which Adam's states are to
-    wait."""
+    """Yields a violation if Adam's states exceed the host memory of this machine; checked only if
+    it has the run's GPUs."""
     config, host = laid_out.policy.config, Moment("host memory of a node", laid_out.host)
     if (
         not config.ds.optimizer_on_host
@@ -406,7 +416,7 @@ def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
 
 
 def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str:
-    """Sizes that fit, or more GPUs."""
+    """Returns sizes that fit, or a larger number of GPUs."""
     cuts = (
         *SIZES,
         *EXPERTS,
@@ -438,7 +448,7 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
 
 
 def _on_host(config: RunConfig, device: Device) -> str:
-    """That Adam's states in host memory make it fit, if they do."""
+    """Returns the hint that the run fits with Adam's states in host memory, or ""."""
     offload = _planner(config, device).to_host
     tries = (
         {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
@@ -455,7 +465,8 @@ def _on_host(config: RunConfig, device: Device) -> str:
 
 
 def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
-    """Counts for so many times the GPUs, engines of a shared GPU included: whole nodes first."""
+    """Returns the counts for ``factor`` times the GPUs, including engines of shared GPUs: whole
+    nodes first."""
     options: dict[str, int] = {}
     for section in _COUNTS:
         counts = getattr(config, section)
@@ -473,12 +484,13 @@ def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
     return options
 
 
-# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU
+# ---- the verdict of a dry run
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
+    """The verdict of a dry run; ``starts``: whether a run would start once its missing options are
+    given."""
 
     text: str
     details: tuple[str, ...]
@@ -486,8 +498,8 @@ class Verdict:
 
 
 def verdict(config: RunConfig) -> Verdict:
-    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none; on
-    CPU there is no sum."""
+    """Returns the verdict from ``plan``'s sum, for this machine's GPU, or an H100 if there is none;
+    on CPU without a sum."""
     missing = " and ".join(violation.options[0] for violation in not_given(config))
     starts = (
         f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given"
@@ -515,7 +527,7 @@ def verdict(config: RunConfig) -> Verdict:
         tight = "; memory is tight" if any(map(laid_out.tight, laid_out.decisive)) else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
     short = f"does not fit on {device.said}: {laid_out.lacking}; openrlhf-ext plan finds what does"
-    if not device.is_known:  # nobody said that it is an H100 where the run will be
+    if not device.is_known:  # the run's own GPU may be larger than the assumed H100
         return Verdict(f"{starts}, but it {short}", tuple(details), True)
     return Verdict(f"would fail: it {short}", tuple(details), False)
 

@@ -1,14 +1,12 @@
-"""What a layout keeps on a GPU, in host memory and on disk, in bytes, from ``config.json`` alone.
+"""Bytes that a layout keeps on a GPU, in host memory and on disk, from ``config.json`` alone.
 
-States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP
-lays them out in its gradient buffer; they are exact (tests/planning/test_memory.py compares them
-with real ranks). Activations are those that autograd saves, with the weights left out, with
-TransformerEngine's layers and flash or cuDNN attention in
-bf16: the usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where
-attention is grouped 5 to
-1. Read in the libraries, and measured on a GPU with the sizes of a 32B rank, without parallelism
-   (docs/scaling.md);
-with FP8 not measured.
+States (parameters, fp32 gradients, Adam's) follow from the weight map and from the layout of
+Megatron's DDP gradient buffer; they are exact (tests/planning/test_memory.py compares them with
+real ranks). Activations are the tensors that autograd saves, without the weights, for
+TransformerEngine's layers and flash or cuDNN attention in bf16: the usual count of 12.8 + 6 f/h
+bytes for each token and hidden entry of a layer, where attention is grouped 5 to 1. The counts come
+from the libraries' source. They were measured on a GPU with the sizes of a 32B rank, without
+parallelism (docs/scaling.md), but not with FP8.
 """
 
 from __future__ import annotations
@@ -43,14 +41,17 @@ GIB = 1 << 30
 COPIES = "FP8 copies"
 GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
-"""Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core
+"""Alignment of parameters and of bucket ends in the distributed optimizer's buffer (megatron-core
 0.19.2 optimizer/param_layout.py:24-41)."""
 
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of the model and its optimizer on the device; bytes, but for
-    ``parameters``. ``on_host``: of the optimizer in host memory (``ds.adam_offload``)."""
+    """A rank's states of the model and its optimizer on the device, in bytes except for
+    ``parameters``.
+
+    ``on_host``: optimizer states in host memory (``ds.adam_offload``).
+    """
 
     parameters: int
     weights: int
@@ -85,14 +86,14 @@ def _there(parts: dict[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """What decides over a rank's states besides model and layout.
+    """Options that determine a rank's states besides model and layout.
 
     Attributes:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the ranks that hold the same parameters.
-        bucket_size: in parameters, where gradients are reduced during the backward pass; None = one
-        bucket.
-        on_host: Adam's states wait in host memory.
+        bucket_size: in parameters, if gradients are reduced during the backward pass; None = one
+            bucket.
+        on_host: Adam's states are in host memory.
     """
 
     param_bytes: int = 2
@@ -104,7 +105,7 @@ class StateOptions:
 
 @cache
 def entries(shape: ModelShape) -> int:
-    """Of all tensors of a checkpoint: a model's parameters, or those of its adapters."""
+    """Entries of all tensors of a checkpoint: a model's parameters, or those of its adapters."""
     return sum(math.prod(tensor.shape) for tensor in hf_tensors(shape))
 
 
@@ -117,9 +118,11 @@ def chunk_parameters(
     last: bool,
     of_experts: bool | None = None,
 ) -> tuple[tuple[str, int], ...]:
-    """(name, entries) of a rank's parameters of a model chunk, in the order in which Megatron
-    builds them; those of a layer again and again by the names of the first one. ``of_experts``:
-    those of experts only, or all others."""
+    """(name, entries) of a rank's parameters in a model chunk, in Megatron's build order.
+
+    Every layer has the names of the first one. ``of_experts``: only parameters of experts, or only
+    the others.
+    """
     layer = [
         (name, math.prod(shard))
         for name, shard, of_expert in layer_shards(shape, cut)
@@ -137,14 +140,14 @@ def chunk_parameters(
 def rank_states(
     shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions
 ) -> States:
-    """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with
+    """States of the ranks of a stage; if ranks share the optimizer's states, those of the rank with
     the largest share."""
     size, every = options.param_bytes, _stage_parameters(shape, layout, stage)
     parameters, copies = (
         sum(count for named in every for _, count in named),
         _copies(shape, layout, stage, options),
     )
-    # in fp32; frozen weights lie in no padded buffer
+    # Adapters are fp32, and frozen weights are in no padded buffer.
     if (lora := adapters_of(options.converters)) is not None:
         layers, shards = (
             layout.stage_layers(shape.num_layers)[stage],
@@ -160,9 +163,8 @@ def rank_states(
             -(-8 * trained // shards),
             copies,
         )
-    # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over
-    # their own copies
-    # (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918)
+    # Experts that are dealt over ranks have separate gradient buffers and a separate optimizer,
+    # divided over their own copies (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918).
     dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
     buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
     if dealt:
@@ -200,8 +202,8 @@ def _buffers(
     copies: int,
     of_experts: bool | None,
 ) -> tuple[int, np.ndarray]:
-    """``_buffer`` of all model chunks of a stage together; ``copies``: ranks that hold the same
-    parameters."""
+    """``_buffer`` summed over all model chunks of a stage; ``copies``: number of ranks that hold
+    the same parameters."""
     shards = copies if options.distributed else 1
     tied = shape.tied_embeddings and layout.pipeline_parallel_size > 1
     bucket_size = options.bucket_size if stage == 0 else None
@@ -213,8 +215,8 @@ def _buffers(
 def _largest_share(
     layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None
 ) -> int:
-    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: those of each
-    copy, or of all."""
+    """Optimizer entries on the rank of the stage that has the most; ``owned``: the entries of each
+    copy, or of all copies."""
     if of_experts is None:
         return int(owned.max())
     return max(
@@ -233,11 +235,11 @@ def _buffer(
     bucket_size: int | None,
     tied: bool,
 ) -> tuple[int, np.ndarray]:
-    """Entries of a chunk's gradient buffer, and how many entries of parameters are in each rank's
-    part of it.
+    """Entries of a chunk's gradient buffer, and how many parameter entries are in each rank's part
+    of it.
 
-    Parameters lie there in reverse order, in buckets of which every rank owns an equal part; a tied
-    embedding that two stages hold has a bucket of its own (megatron-core 0.19.2
+    Parameters are in reverse order, in buckets; every rank owns an equal part of each bucket. A
+    tied embedding that two stages hold has its own bucket (megatron-core 0.19.2
     optimizer/distrib_optimizer.py:530-580).
     """
     unit, bucket_unit = (_PARAMETER_UNIT, math.lcm(shards, _BUCKET_UNIT)) if distributed else (1, 1)
@@ -285,8 +287,8 @@ def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> n
 
 
 def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> int:
-    """Of the linear layers' weights (two dimensions), which layers keep beside the weights
-    themselves."""
+    """Bytes of the copies of linear weights (two dimensions) that layers keep beside the
+    weights."""
     chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
     return sum(
@@ -306,17 +308,19 @@ class LayerActivations:
     """Bytes that autograd keeps of one layer for one micro-batch.
 
     Attributes:
-        input: the layer's input, which is all that recomputation of whole layers keeps.
-        attention: everything up to attention and from it to the MLP, without ``core``.
-        core: what attention itself keeps: its operands, its result and their statistics.
-        core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
+        input: the layer's input; recomputation of whole layers keeps only this.
+        attention: everything before attention and between it and the MLP, without ``core``.
+        core: the tensors that attention itself keeps: its operands, its result and their
+            statistics.
+        core_operands: the tensors that recomputation of attention (core_attn) keeps instead of
+            ``core``.
         mlp: norm and MLP.
-        final: of the final norm and the hidden states that the head sees, which the last stage
-        keeps.
-        shares_input: the norms keep their input itself, and no copy of it.
-        mlp_kept: what recomputation keeps in the place of ``mlp``: the norm and its result, where
-            that is the input of what is computed again; None: the norm is too, and its input is
-            kept, as large as ``input``.
+        final: the final norm and the hidden states that the head reads; only the last stage keeps
+            them.
+        shares_input: the norms keep their input itself, not a copy.
+        mlp_kept: the tensors that recomputation keeps instead of ``mlp``: the norm and its result,
+            if that is the input of the recomputed part; None: the norm is recomputed too, and its
+            input is kept, as large as ``input``.
     """
 
     input: int
@@ -335,11 +339,11 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch in training, and who computes it.
+    """A micro-batch in training on one rank, with the options of its computation.
 
     Attributes:
-        tokens: of a micro-batch on one rank, its context-parallel share.
-        fp8: linear layers keep their inputs in FP8, one byte an entry.
+        tokens: tokens of a micro-batch on one rank, its context-parallel share.
+        fp8: linear layers keep their inputs in FP8, one byte per entry.
     """
 
     tokens: int
@@ -358,11 +362,11 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
     qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
-    # recomputed, attention keeps its arguments, of which the values are a view of all that the
-    # projection made; and the projection after it keeps the result of attention (measured:
-    # docs/scaling.md)
+    # With recomputation, attention keeps its arguments, whose values are a view of the projection's
+    # whole result; and the projection after it keeps the result of attention (measured:
+    # docs/scaling.md).
     kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
-    # attention and the projection after it share the result of attention, unless FP8 makes a copy
+    # Attention and the projection after it share the result of attention, unless FP8 makes a copy.
     core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
     mlp, final = (
@@ -376,26 +380,31 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
 def activations(
     shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int
 ) -> int:
-    """The most that autograd keeps at a time on a stage's ranks, in a train step of so many
-    micro-batches; the head's own workspace is not in it."""
+    """Maximum bytes that autograd keeps at a time on a stage's ranks, in a train step of
+    ``micro_batches`` micro-batches.
+
+    The head's workspace is not included.
+    """
     layer, megatron = layer_activations(shape, layout, work), work.megatron
     layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
     kept, recomputed = _kept_and_recomputed(layer, layers, megatron, shape.mlp.recompute_module)
-    # the checkpointed function takes the rotary table of the whole pack
+    # The checkpointed function takes the rotary table of the whole pack.
     if megatron.recompute == "full":
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
     final = layer.final if stage == layout.pipeline_parallel_size - 1 else 0
-    # what follows the layers is done with before anything is recomputed
+    # The part after the layers is complete before any recomputation starts.
     return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)
 
 
 def _kept_and_recomputed(
     layer: LayerActivations, layers: int, megatron: Megatron, mlp_module: str
 ) -> tuple[int, int]:
-    """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass
-    makes again at once;
-    ``mlp_module``: what ``megatron.recompute_modules`` calls the layers' MLP."""
-    # the recomputed pass saves the kept input itself
+    """Bytes that a chunk's layers keep of a micro-batch, and the maximum that their backward pass
+    recomputes at once.
+
+    ``mlp_module``: the name of the layers' MLP in ``megatron.recompute_modules``.
+    """
+    # The recomputed pass saves the kept input itself.
     again = layer.input if layer.shares_input else 0
     if megatron.recompute == "full" and megatron.recompute_method == "uniform":
         return (
@@ -418,8 +427,9 @@ def _kept_and_recomputed(
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
-    """Forward passes of model chunks that a stage has ahead of its backward passes (megatron-core
-    0.19.2 pipeline_parallel/schedules.py: warm-up passes and the one of the steady state)."""
+    """Number of forward passes of model chunks that a stage runs ahead of its backward passes
+    (megatron-core 0.19.2 pipeline_parallel/schedules.py: warm-up passes and one of the steady
+    state)."""
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     if chunks == 1:
         return min(micro_batches, stages - stage)
@@ -439,7 +449,7 @@ _WORKING = (
     "Adam's states in passing (ds.adam_offload)",
 )
 _FRAGMENTS = 0.1
-"""Of the activations: what torch's allocator loses to fragments. An estimate."""
+"""Fraction of the activations that torch's allocator loses to fragmentation. An estimate."""
 
 
 @dataclass(frozen=True)
@@ -448,11 +458,12 @@ class Workload:
 
     Attributes:
         prompts, group: prompts of a batch, and responses to each.
-        prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
+        prompt_tokens, response_tokens: mean lengths; the model assumes that every sequence is that
+            long.
         longest, batch: tokens of the longest response; samples of an optimizer update.
-        scored_by: models that compute log-probs before training: the policy (algo.old_logprobs), a
-        reference, a guide.
-        frozen: adapters are trained.
+        scored_by: number of models that compute log-probs before training: the policy
+            (algo.old_logprobs), a reference, a guide.
+        frozen: only adapters are trained.
     """
 
     prompts: int
@@ -481,7 +492,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is on a GPU at a time, by part, in bytes; ``doing`` says when."""
+    """The content of a GPU at one time, by part, in bytes; ``doing`` names the time."""
 
     doing: str
     parts: Mapping[str, int]
@@ -492,7 +503,7 @@ class Moment:
 
     @property
     def standing(self) -> Moment:
-        """What of it is there before anything is computed."""
+        """The parts that are there before anything is computed."""
         return Moment(
             self.doing, {name: size for name, size in self.parts.items() if name not in _WORKING}
         )
@@ -511,8 +522,8 @@ def param_bytes(megatron: Megatron) -> int:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Policy or critic as a configuration lays it out, in a step of ``work``; a critic's layers are
-    not in FP8."""
+    """The policy or the critic in a configuration's layout, in a step of ``work``; a critic's
+    layers are not in FP8."""
 
     config: RunConfig
     work: Workload
@@ -533,18 +544,18 @@ class TrainedModel:
 
     @property
     def recipe(self) -> str:
-        """Of FP8; "": no layer is in FP8."""
+        """The FP8 recipe; "" if no layer is in FP8."""
         fp8 = self.config.fp8
         return fp8.recipe if fp8.enable and not fp8.emulate and not self.is_critic else ""
 
     @cached_property
     def layers(self) -> list[int]:
-        """Of every stage."""
+        """The number of layers of every stage."""
         return self.layout.stage_layers(self.shape.num_layers)
 
     @cached_property
     def states(self) -> tuple[States, ...]:
-        """Of the ranks of each stage."""
+        """The states of the ranks of each stage."""
         own = self.megatron
         options = StateOptions(
             param_bytes(own),
@@ -572,15 +583,15 @@ class TrainedModel:
 
     @property
     def budget(self) -> int | None:
-        """Tokens of a training micro-batch on one rank; None: it has as many sequences as the run
-        says."""
+        """Tokens of a training micro-batch on one rank; None if the run sets the number of
+        sequences instead."""
         return (
             self.config.train.max_tokens_per_gpu if self.config.train.dynamic_batch_enable else None
         )
 
     def micro_batches(self, samples: int, forward_only: bool = False) -> tuple[int, float]:
-        """How many a data-parallel rank has, and of how many sequences; interleaved schedules take
-        whole rounds of the stages."""
+        """Number of micro-batches of a data-parallel rank, and the sequences in each; interleaved
+        schedules take whole rounds of the stages."""
         layout, train, rollout = self.layout, self.config.train, self.config.rollout
         if self.budget is None:
             sequences = rollout.micro_batch_size if forward_only else train.micro_batch_size
@@ -594,22 +605,23 @@ class TrainedModel:
 
     @property
     def _tokens(self) -> int:
-        """Of the largest micro-batch on a rank; a sequence that exceeds the budget is a micro-batch
-        of its own."""
+        """Tokens of the largest micro-batch on a rank; a sequence that exceeds the budget is its
+        own micro-batch."""
         longest, cp = self.config.data.max_len, self.layout.context_parallel_size
         if self.budget is not None:
             return max(self.budget, math.ceil(longest / cp))
         return math.ceil(self.config.train.micro_batch_size * longest / cp)
 
     def activations(self, stage: int, megatron: Megatron) -> int:
-        """Bytes of a stage's ranks, recomputed as ``megatron`` says."""
+        """Bytes of activations on a stage's ranks, with the recomputation options of
+        ``megatron``."""
         count, _ = self.micro_batches(min(self.work.batch, self.work.samples))
         one = Pass(self._tokens, param_bytes(self.config.megatron), bool(self.recipe), megatron)
         return activations(self.shape, self.layout, stage, one, count)
 
     @cached_property
     def parts(self) -> tuple[Parts, Parts]:
-        """What the fullest ranks hold: states, and what training adds to them."""
+        """The parts of the fullest ranks: states, and what training adds to them."""
         stages = [(states.parts, self._working(stage)) for stage, states in enumerate(self.states)]
         return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
@@ -627,33 +639,34 @@ class TrainedModel:
             **({exchanged: one} if one else {}),
         }
         if stage == len(self.states) - 1 and self.shape.value_head is None:
-            # its workspace; hidden states of response tokens and their gradient (docs/head.md)
+            # Its workspace, and the hidden states of response tokens with their gradient
+            # (docs/head.md).
             tokens = self._tokens * self.work.response_tokens // self.work.length
             states = tokens * self.shape.hidden_size * 2 * param_bytes(self.config.megatron)
             working[head] = (self.config.megatron.head_workspace_mib << 20) + states
-        if on_host := self.states[stage].on_host:  # all of it, where that is less than the blocks
+        if on_host := self.states[stage].on_host:  # all of it, if that is less than the blocks
             working[passing] = min(BLOCK_BYTES, on_host)
         return working
 
 
-# ---- on a GPU
+# ---- parts of a GPU
 
 
 def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
-    """Bytes on the fullest of the own ranks of a model that only scores."""
+    """Bytes on the fullest of the separate ranks of a model that only scores."""
     options = StateOptions(param_bytes(config.megatron), distributed=False)
     stages = range(layout.pipeline_parallel_size)
     return max(rank_states(shape, layout, stage, options).weights for stage in stages)
 
 
 def adapter_entries(config: RunConfig, shape: ModelShape) -> int:
-    """Of A and B of all adapters; 0: the policy has none."""
+    """Entries of A and B of all adapters; 0 if the policy has none."""
     lora = adapters_of(layer_converters(config, shape.family))
     return 0 if lora is None else entries(lora.shape(shape))
 
 
 def sends_adapters(config: RunConfig) -> bool:
-    """Whether they travel to the engines alone, and the base never."""
+    """Whether the engines receive only the adapters, and never the base."""
     return config.ds.lora.enabled and config.vllm.lora == "adapter"
 
 
@@ -665,12 +678,10 @@ def moments(
     critic: tuple[Parts, Parts] | None = None,
     frozen: Parts | None = None,
 ) -> tuple[Moment, ...]:
-    """The fullest GPU at each time; engines, a critic and frozen models may be on GPUs of their
-    own.
+    """The fullest GPU at each time; engines, a critic and frozen models may have separate GPUs.
 
-    The engine's worker is awake; a model's parts are states, and what training adds to them, of the
-    fullest ranks;
-    ``sent``: bytes of an update of the engines.
+    The engine's worker is awake. A model's parts are the states and the training additions of its
+    fullest ranks. ``sent``: bytes of an update of the engines.
     """
     beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
     staging = 2 * min(config.weight_sync.bucket_mib << 20, sent)
@@ -680,7 +691,7 @@ def moments(
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
         found = [Moment("sampling", sampling)]
         training = {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}
-        # who trains or scores is on the policy's GPUs, and stays there
+        # Models that train or score are on the policy's GPUs, and stay there.
         if config.train.colocate_all:
             of_critic = {
                 f"{name} of the critic": size
@@ -722,14 +733,17 @@ def moments(
     return tuple(Moment(moment.doing, {**moment.parts, **beside}) for moment in found)
 
 
-# ---- elsewhere
+# ---- host memory and disk
 
 
 def host_memory(
     config: RunConfig, policy: TrainedModel, pool: int, critic: TrainedModel | None
 ) -> dict[str, int]:
-    """Of a node of the policy, by part, if all its ranks were the fullest. ``pool``: bytes that an
-    engine's worker has in vLLM's pool of weights; ``critic``: one on the policy's GPUs."""
+    """Host memory of a node of the policy, by part, if all its ranks were the fullest.
+
+    ``pool``: bytes of an engine worker in vLLM's pool of weights; ``critic``: a critic on the
+    policy's GPUs.
+    """
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer + one.on_host)
     per_node = config.actor.num_gpus_per_node
     moved = fullest.weights + fullest.optimizer
@@ -748,8 +762,8 @@ def host_memory(
                 for whose, size in adam.items()
             },
             "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-            # vLLM pins block by block, which torch rounds up to powers of two
-            # (device_allocator/cumem.py:268)
+            # vLLM pins block by block, and torch rounds each block up to a power of two
+            # (device_allocator/cumem.py:268).
             "engines asleep (level 1: adapters, evaluations), pinned": (
                 min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
             ),
@@ -763,8 +777,8 @@ def host_memory(
 
 
 def checkpoints(config: RunConfig, parameters: int, adapters: int) -> dict[str, int]:
-    """Bytes on disk of the policy's checkpoints that are kept, by form: of adapters, in fp32, if
-    there are any."""
+    """Bytes on disk of the policy's checkpoints that are kept, by form; of the adapters, in fp32,
+    if there are any."""
     ckpt, size = config.ckpt, 4 if adapters else param_bytes(config.megatron)
     parameters = adapters or parameters
     resumable = parameters * (

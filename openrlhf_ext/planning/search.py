@@ -1,7 +1,8 @@
-"""Every layout of a run on so many GPUs, in order; the fewest GPUs that do; what would help most.
+"""Searches all layouts of a run on a number of GPUs, the fewest GPUs that suffice, and the most
+helpful changes.
 
-Whether a layout is allowed is asked of the configuration's own rules, so that what plan writes is
-what a run takes.
+The configuration's own rules decide whether a layout is allowed, so a run accepts every layout that
+plan writes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
 _MOST_GPUS, _FEW_NODES = 4096, 8
 SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
 EXPERTS = ("megatron.expert_parallel_size", "megatron.expert_tensor_parallel_size")
-"""Of a mixture; a layout deals its experts over ranks and cuts none, unless the run says
+"""Sizes of a mixture. A layout deals the experts over ranks and splits none, unless the run says
 otherwise."""
 ENDS = tuple(f"megatron.{name}" for name in PIPELINE_ENDS)
 _SEQUENCE, _CHUNKED = "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size"
@@ -56,9 +57,9 @@ CHOSEN = (*SIZES, EXPERTS[0], _CHUNKED, _SEQUENCE, *ENDS, _ENGINES, _ENGINE_SIZE
 _KEPT = (*CHOSEN, EXPERTS[1], _RECOMPUTE, "train.max_tokens_per_gpu", "actor.num_nodes")
 _SHOWN = ("actor.num_nodes", "actor.num_gpus_per_node", *CHOSEN, _RECOMPUTE)
 SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Of a GPU for its engine, tried where the run sets none."""
+"""Shares of a GPU for its engine, tried if the run sets none."""
 SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
-"""What policy and engines on the same GPUs take."""
+"""Options for policy and engines on the same GPUs."""
 DYNAMIC = {"train.dynamic_batch_enable": True}
 _LENGTH_STEP, _MOST_TOKENS = 1024, 1 << 20
 _OTHER_GPUS = ("H200", "B200")
@@ -66,12 +67,11 @@ _OTHER_GPUS = ("H200", "B200")
 
 @dataclass(frozen=True)
 class Planner(Costs):
-    """Plans a run in place of the layout that its configuration has.
+    """Plans layouts of a run in place of the configured one.
 
-    ``coarse``: only layouts are tried that the best one is often among, without context parallelism
-    or with so much;
-    ``free``: also with other sizes than the command line gives; ``own``: on the run's GPUs, with
-    the engines that it has and all sizes that it sets.
+    ``coarse``: tries only layouts that often include the best one, with context parallelism of 1 or
+    of this degree. ``free``: also tries sizes other than those on the command line. ``own``: plans
+    for the run's GPUs, with its engines and all sizes that it sets.
     """
 
     coarse: int = 0
@@ -80,7 +80,7 @@ class Planner(Costs):
 
     @cached_property
     def kept(self) -> dict[str, Any]:
-        """Sizes that every layout has: those that the command line gives."""
+        """Sizes that every layout keeps because the command line gives them."""
         if self.own:
             names = [
                 name
@@ -93,7 +93,7 @@ class Planner(Costs):
 
     @property
     def replaced(self) -> dict[str, Any]:
-        """Sizes that a file gives, which layouts have in the place of."""
+        """Sizes from a file that layouts replace."""
         names = [
             name for name in CHOSEN if is_set(self.config, name) and not self._on_command_line(name)
         ]
@@ -126,7 +126,7 @@ class Planner(Costs):
             )
 
     def unmet(self) -> Iterator[str]:
-        """Why no layout has sizes that are kept."""
+        """Yields the reasons why no layout allows the kept sizes."""
         per_node = self.config.actor.num_gpus_per_node
         for name, what in (
             (_ENGINE_SIZE, "an engine stays"),
@@ -146,8 +146,8 @@ class Planner(Costs):
     # ---- layouts
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """All layouts of the run on so many GPUs that the rules allow; those that fit come first,
-        the fastest ahead."""
+        """Returns all layouts of the run on ``gpus`` GPUs that the rules allow; those that fit come
+        first, the fastest ahead."""
         return sorted(self._allowed(gpus), key=order)
 
     def _allowed(self, gpus: int, *, if_states_fit: bool = False) -> Iterator[Candidate]:
@@ -158,7 +158,8 @@ class Planner(Costs):
             for options, config in (
                 self._trainings(nodes, engines[0], if_states_fit) if nodes and engines else ()
             ):
-                # what one side's rules say does not depend on the other's degrees
+                # The rules of the engines do not depend on the policy's degrees, so one check
+                # suffices.
                 if allowed is None:
                     allowed = [
                         one for one in engines if not self._broken(with_options(config, one))
@@ -168,8 +169,8 @@ class Planner(Costs):
                     yield self.with_best_share({**options, **one}, models)
 
     def layouts(self) -> Iterator[Candidate]:
-        """Those of the run on its own GPUs, with the engines that it has, that keep to what it
-        sets."""
+        """Yields the layouts of the run on its own GPUs with its engines, which keep the options
+        that the run sets."""
         for options, config in self._trainings({}, {}, if_states_fit=True):
             yield self.candidate(options, config, self.models(config))
 
@@ -179,8 +180,8 @@ class Planner(Costs):
         return self.candidate(options, self.config, self.models(self.config))
 
     def with_best_share(self, options: Options, models: Models | None = None) -> Candidate:
-        """The layout with the engines' share that the run sets, or else with the fastest one that
-        leaves room; where a step is as good as equal, with the largest."""
+        """Returns the layout with the run's share for the engines, or else with the fastest share
+        that leaves room; of equally fast shares, the largest."""
         config = with_options(self.config, options)
         models = models or self.models(config)
         if config.vllm.gpu_memory_utilization is not None:
@@ -193,8 +194,8 @@ class Planner(Costs):
         return min(found, key=lambda one: (one.short, one.tight(), *order(one)[1:2], -one.share))
 
     def critic_layouts(self) -> Iterator[Options]:
-        """Sizes of the critic's own that its ranks allow, the fewest ranks of a copy ahead; none
-        where it has some."""
+        """Yields separate sizes of the critic that its ranks allow, in order of the ranks of a
+        copy; none if the run sets its sizes."""
         config, layers = self.config, self.shape_of(CRITIC).num_layers
         stages = [n for n in range(1, _MOST_STAGES + 1) if layers % n == 0]
         allowed = [
@@ -209,8 +210,8 @@ class Planner(Costs):
                 }
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
-        """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to
-        quarters and thirds."""
+        """Yields (ranks of the policy, GPUs of the engines): all GPUs for both, or quarters, and
+        whole nodes close to quarters and thirds."""
         if self.config.has_guide:
             raise PlanError(
                 "guide.model_name_or_path: a guide's ranks and engines are not planned; leave "
@@ -234,8 +235,8 @@ class Planner(Costs):
         yield from ((ranks, left - ranks) for ranks in dict.fromkeys(parts) if 0 < ranks < left)
 
     def _nodes(self, ranks: int) -> dict[str, int] | None:
-        """Nodes of as many GPUs as the configuration's; fewer than one are one small one; None if
-        some are left."""
+        """Returns nodes with as many GPUs as the configuration's; fewer ranks make one smaller
+        node; None if ranks are left over."""
         per_node = min(self.config.actor.num_gpus_per_node, ranks)
         if ranks % per_node or ranks // per_node not in self._tried(
             "actor.num_nodes", (ranks // per_node,)
@@ -256,8 +257,8 @@ class Planner(Costs):
     def _trainings(
         self, nodes: dict[str, int], engines: dict[str, int], if_states_fit: bool
     ) -> Iterator[tuple[dict[str, Any], RunConfig]]:
-        """Options of the policy's layouts on these nodes that the rules allow, and the
-        configuration with both."""
+        """Yields the options of the policy's layouts on these nodes that the rules allow, with the
+        resulting configuration."""
         base = with_options(self.config, nodes)
         ranks, per_node = base.world_size, base.actor.num_gpus_per_node
         stages = _DEGREES if self.coarse else range(1, _MOST_STAGES + 1)
@@ -305,8 +306,12 @@ class Planner(Costs):
         )
 
     def _expert_sizes(self, tp: int, pp: int, cp: int, ranks: int, per_node: int) -> Sequence[int]:
-        """Ranks that a mixture's experts may be dealt over, so that none is cut: those of a node,
-        between whose GPUs tokens travel fastest, or more where even the states do not fit then."""
+        """Returns the numbers of ranks over which a mixture's experts may be dealt without
+        splitting one.
+
+        They stay within a node, where GPUs exchange tokens fastest, unless not even the states fit
+        then.
+        """
         experts, stage = self.shape.num_experts, ranks // pp
         if not experts:
             return (1,)
@@ -317,7 +322,7 @@ class Planner(Costs):
         if EXPERTS[0] in self.kept:
             return [ep for ep in found if ep == self.kept[EXPERTS[0]]]
         if tp * cp > 1 and EXPERTS[1] not in self.kept:
-            # experts that are on all ranks are cut as all else
+            # Experts that are on all ranks are split like the other layers.
             found = [ep for ep in found if ep > 1] or found
         within = [ep for ep in found if ep * shared <= per_node]
         if any(self._states_fit(tp, pp, ep, ranks) for ep in within):
@@ -331,8 +336,7 @@ class Planner(Costs):
         return [{_CHUNKED: chunks} for chunks in self._tried(_CHUNKED, tried)]
 
     def _budgets(self, cp: int) -> Iterator[dict[str, int]]:
-        """Token budgets: room for the longest sequence, for twice as much, and what the
-        configuration says."""
+        """Yields token budgets: the longest sequence, twice that, and the configuration's value."""
         train = self.config.train
         if self.own or not train.dynamic_batch_enable:
             yield {}
@@ -347,8 +351,8 @@ class Planner(Costs):
             }
 
     def _cut(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """With stages of equally many layers, and with the first and last stage with which the
-        slowest one, the head of the last included, has least to do."""
+        """Yields the layout with equal stages, and with the first and last stage that make the
+        slowest stage fastest, including the head."""
         policy = TrainedModel(with_options(self.config, options), self.work, self.shape)
         layers, layout = self.shape.num_layers, policy.layout
         stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
@@ -359,8 +363,7 @@ class Planner(Costs):
             yield options | dict(zip(ENDS, ends, strict=True))
 
     def _states_fit(self, tp: int, pp: int, ep: int, ranks: int) -> bool:
-        """Whether the states alone could fit: a bound that is quick to tell and refuses nothing
-        that fits."""
+        """Whether the states alone could fit: a quick bound that rejects nothing that fits."""
         of_experts, size = (
             self.shape.num_layers * self.shape.mlp.expert_weights,
             param_bytes(self.config.megatron),
@@ -368,26 +371,29 @@ class Planner(Costs):
         shared = ep * (self.kept.get(EXPERTS[1]) or (tp if ep == 1 else 1))
         least = 0
         for entries, cut in ((self.parameters - of_experts, tp * pp), (of_experts, shared * pp)):
-            mean = entries // cut  # the fullest rank holds at least as many
+            mean = entries // cut  # the fullest rank holds at least that many
             shards = ranks // cut if self.config.megatron.distributed_optimizer_enable else 1
             states = state_bytes(mean, size, shards, self.config.ds.optimizer_on_host)
             least += mean * size if self.config.ds.lora.enabled else states
         return least <= self.clock.gpu.memory
 
-    # ---- how long, how many GPUs, and what else
+    # ---- longest sequences, fewest GPUs, most helpful changes
 
     @property
     def to_host(self) -> Options:
-        """What moves Adam's states to host memory; nothing where they are there, or stay on the GPU
-        in any case."""
+        """Options that move Adam's states to host memory; {} if they are there already, or cannot
+        move."""
         config = self.config
         stays = config.ds.lora.enabled or not config.megatron.distributed_optimizer_enable
         return {} if config.ds.adam_offload or stays else {"ds.adam_offload": True}
 
     def longest(self, candidate: Candidate, changes: Options = MappingProxyType({})) -> int:
-        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in
-        steps of 1,024, up to the model's window; 0: not even the shortest. ``changes``: further
-        options."""
+        """Returns the tokens of the longest sequence (prompt and response) with which a layout
+        still fits.
+
+        In steps of 1,024, up to the model's window; 0 if not even the shortest fits. ``changes``:
+        further options.
+        """
         base, window = (
             with_options(self.config, {**candidate.options, **changes}),
             self.shape.max_positions,
@@ -406,10 +412,11 @@ class Planner(Costs):
         return [0, *tried][bisect_left(tried, True, key=lambda tokens: not fits(tokens))]
 
     def fewest_gpus(self) -> int | None:
-        """The smallest number of GPUs on which a layout fits: of one node, then whole nodes.
+        """Returns the smallest number of GPUs on which a layout fits: within one node, then whole
+        nodes.
 
-        None if none does on up to 4,096. Above eight nodes, more GPUs are taken to do where fewer
-        do.
+        Returns None if no layout fits on up to 4,096 GPUs. Above eight nodes, the search assumes
+        that more GPUs fit if fewer do.
         """
         per_node = self.config.actor.num_gpus_per_node
         if not any(self._engine_fits(tp) for tp in _DEGREES):
@@ -425,7 +432,7 @@ class Planner(Costs):
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
-        """Whether an engine of so many GPUs fits without a policy, with one of the longest
+        """Whether an engine of ``tp`` GPUs fits without a policy, with one of the longest
         sequences."""
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
@@ -438,11 +445,12 @@ class Planner(Costs):
         return False
 
     def with_(self, options: Options, **changes: Any) -> Planner:
-        """Of the run with other options, and other fields of this."""
+        """Returns a planner of the run with other options, and with other fields."""
         return dataclasses.replace(self, config=with_options(self.config, options), **changes)
 
     def levers(self, gpus: int, cp: int) -> Iterator[tuple[str, Candidate]]:
-        """What may help most, in words, with the best layout that a coarse search finds with it."""
+        """Yields the most helpful changes, each described in words, with the best layout that a
+        coarse search finds with it."""
         config, free = self.config, [name for name in self.kept if name.startswith("megatron.")]
         sharing = {} if config.engines_share_gpus or config.has_guide else SHARING
         dynamic = {} if config.train.dynamic_batch_enable else DYNAMIC
@@ -487,9 +495,12 @@ def _words(options: Options) -> str:
 def balanced_ends(
     num_layers: int, stages: int, chunks: int, head: float
 ) -> tuple[int | None, int] | None:
-    """Layers of the first (None: as many as those between) and of the last stage, whose head takes
-    as long as so many layers, for the fastest slowest stage; of equals the one with the smallest
-    first stage, which keeps most activations. None: even stages are as fast."""
+    """Returns the layers of the first stage (None: the same as the middle ones) and of the last
+    stage for the fastest slowest stage; None if even stages are as fast.
+
+    ``head``: number of layers that take as long as the last stage's head. Ties go to the smallest
+    first stage, which keeps most activations.
+    """
     slowest = num_layers / stages + head if num_layers % (stages * chunks) == 0 else math.inf
     best, ends = (slowest, math.inf), None
     for last in range(chunks, num_layers, chunks):

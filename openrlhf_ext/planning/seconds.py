@@ -1,9 +1,9 @@
-"""How long the phases of a step take, from data-sheet rates of a GPU and constants that are fitted
-to seconds which others published: a model, nothing measured here.
+"""Predicts the seconds of a step's phases from data-sheet rates of a GPU and constants fitted to
+published seconds. The predictions are a model; nothing is measured here.
 
-Every constant has a name and a value here and is printed with every plan, and so is how far off the
-model is. Communication is never hidden behind computation, so layouts that communicate much are
-judged severely.
+Every constant has a name and a value here. Every plan prints the constants and the model's error.
+The model never overlaps communication with computation, so it penalizes layouts that communicate
+much.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from openrlhf_ext.planning.memory import GIB, TrainedModel, Workload, entries
 
 _BF16, _FP32 = 2, 4
 _NODE = 8
-"""GPUs of an SXM node, however few of them the policy takes."""
-_SIZE_GIB = 14  # by which nvidia-smi may list less than the name of a card says
-_MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
+"""GPUs of an SXM node, even if the policy takes fewer of them."""
+_SIZE_GIB = 14  # nvidia-smi may list up to this much less than the card's name says
+_MOST_REQUESTS = 1024  # default in rollout/launch.py on a GPU
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Gpu:
     """A GPU in a node, by data sheets; rates in GB/s (1e9) in one direction.
 
     Attributes:
-        memory: bytes, as the driver counts them.
+        memory: bytes, as reported by the driver.
         tflops: dense bf16; ``has_fp8``: whether its tensor cores multiply FP8.
-        hbm: of its memory.
-        near, far: between GPUs of a node; between nodes, for each GPU.
+        hbm: rate of its memory.
+        near, far: rate between GPUs of a node; rate between nodes, for each GPU.
     """
 
     memory: int
@@ -70,14 +70,14 @@ GPUS = {
     "A40": _gpu("A40", 46068, False, 696, 32, 25, 25),
     "RTX-4090": _gpu("RTX 4090", 24564, True, 1008, 32, 25, 25),
 }
-"""SXM forms where there are two; memory as nvidia-smi lists it, rates from NVIDIA's data sheets,
-one 400 Gb/s port a GPU (before H100, and with PCIe 4: 200). Cards without NVLink, or with a bridge
-between two, talk over PCIe."""
+"""SXM variants where there are two; memory as nvidia-smi lists it, rates from NVIDIA's data sheets,
+one 400 Gb/s port per GPU (before H100, and with PCIe 4: 200). Cards without NVLink, or with a
+bridge between two cards, communicate over PCIe."""
 
 
 def card(name: str) -> str | None:
-    """The entry of a GPU by any of its names: "NVIDIA A100-SXM4-40GB", "h100 80GB", "4090". None:
-    there is none."""
+    """The entry of a GPU for any of its names: "NVIDIA A100-SXM4-40GB", "h100 80GB", "4090". None
+    if there is no entry."""
     kind, size = _kind_and_size(name)
     for wanted in (kind, kind.removesuffix("PCIE")):
         off = {
@@ -101,43 +101,43 @@ def _kind_and_size(name: str) -> tuple[str, int]:
 
 
 NODE_MEMORY = 400
-"""GB/s at which a node's host memory is read and written, by all of its GPUs together. Assumed."""
+"""GB/s at which all GPUs of a node together read and write its host memory. Assumed."""
 EXPERTS_RATE = 0.5
-"""Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch
-for all. Assumed."""
+"""Rate of experts' products relative to a dense layer's: many small products in one launch.
+Assumed."""
 EXPERT_US = 20.0
-"""Microseconds of the host for each expert of a rank, a layer's forward pass of a micro-batch:
+"""Microseconds of the host for each expert of a rank in a layer's forward pass of a micro-batch:
 gradient hooks of its weights, and TransformerEngine's loop over them. Assumed."""
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
-"""Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes
-of Qwen2.5-32B without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2.
-vLLM's ``fp8_per_block`` is taken for blockwise."""
+"""Speedup of products within layers over bf16, including quantization, by recipe: an H200, the
+shapes of Qwen2.5-32B without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet
+has 2. vLLM's ``fp8_per_block`` is treated as blockwise."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says. ``products`` was measured on an H200 (674 to 690 TFLOP/s in the
-    layers of a 32B rank, benchmarks/results/gpu_h200.json); ``memory``, ``traffic``, ``launch_us``
-    and ``fixed_s`` are fitted to a third of the published runs of benchmarks/published_steps.json
-    (benchmarks/plan.py, docs/scaling.md), the others are guesses.
+    """Constants that are in no data sheet.
+
+    ``products`` was measured on an H200 (674 to 690 TFLOP/s in the layers of a 32B rank,
+    benchmarks/results/gpu_h200.json). ``memory``, ``traffic``, ``launch_us`` and ``fixed_s`` are
+    fitted to a third of the published runs of benchmarks/published_steps.json (benchmarks/plan.py,
+    docs/scaling.md). The others are guesses.
 
     Attributes:
-        products: share of the peak that matrix products in bf16 reach in training and prefill.
-        attention: the same of causal attention.
-        memory: share of the memory's rate that decoding reaches.
-        network: share of the rate that collectives and copies reach.
-        layer_us: microseconds that a layer takes in a decoding step whatever it computes: kernels,
-        two all-reduces.
-        message_us: microseconds that a collective or a ring's step takes before any byte travels.
+        products: fraction of the peak that bf16 matrix products reach in training and prefill.
+        attention: fraction of the peak that causal attention reaches.
+        memory: fraction of the memory's rate that decoding reaches.
+        network: fraction of the rate that collectives and copies reach.
+        layer_us: fixed microseconds of a layer in a decoding step: kernels, two all-reduces.
+        message_us: microseconds of a collective or a ring step before any byte travels.
         traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each
             token and hidden entry beside its matrix products: norms, rotary embedding, activation,
             residual sums.
-        launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few
-        its tokens are.
-        tail: share of an engine's requests that are still decoding while the longest responses are
-        finished.
-        engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA
-        graphs.
+        launch_us: microseconds of the host for a layer's forward pass of a micro-batch of any size.
+        tail: fraction of an engine's requests that are still decoding while the longest responses
+            finish.
+        engine_gib: memory of an engine worker besides weights and KV cache: activations, CUDA
+            graphs.
         fixed_s: seconds of a step for grading, shaping, records and waking up.
     """
 
@@ -156,9 +156,11 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Error:
-    """Of published seconds that the fit did not see: the larger of predicted / published and its
-    inverse; ``low``,
-    ``high``: of predicted / published."""
+    """Error on published seconds that the fit did not use: the larger of predicted / published and
+    its inverse.
+
+    ``low``, ``high``: range of predicted / published.
+    """
 
     rows: int
     median: float
@@ -169,7 +171,7 @@ class Error:
 
 STEP_ERROR = Error(rows=13, median=1.17, worst=1.54, low=0.65, high=1.2)
 MIXTURE_ERROR = Error(rows=8, median=1.45, worst=2.02, low=0.49, high=1.23)
-"""Of dense models and of mixtures of experts, as benchmarks/results/plan_cpu.json has it."""
+"""Errors for dense models and for mixtures of experts, as in benchmarks/results/plan_cpu.json."""
 
 
 KV_CACHE = "engine: KV cache"
@@ -177,16 +179,18 @@ KV_CACHE = "engine: KV cache"
 
 @dataclass(frozen=True)
 class Engines:
-    """The rollout engines; each works on ``most`` requests at a time, and with ``prefix_caching`` a
-    group's prompt is computed once.
+    """The rollout engines.
+
+    Each processes ``most`` requests at a time. With ``prefix_caching`` a group's prompt is computed
+    once.
 
     Attributes:
         parts: bytes on one of its GPUs, by part.
-        kv_token_bytes: of a token's keys and values on one of its GPUs, bf16.
-        pool: bytes in vLLM's pool of weights: awake in every sync, and copied where that pool
-        sleeps at level 1.
+        kv_token_bytes: bytes of a token's keys and values on one of its GPUs, bf16.
+        pool: bytes in vLLM's pool of weights: awake in every sync, and copied if the pool sleeps at
+            level 1.
         lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it
-        fits.
+            fits.
     """
 
     count: int
@@ -206,7 +210,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, by phase; 0 where a phase is hidden behind another."""
+    """Seconds of one step, by phase; 0 if a phase is hidden behind another."""
 
     rollout: float
     logprobs: float
@@ -225,17 +229,19 @@ def _gains() -> str:
 
 
 _CALLS_S = (0.05, 0.018)
-"""Of the calls of an update with one engine, and of each further one. These and the next are
-measured on two cores with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine;
-transport)."""
+"""Seconds of an update's calls with one engine, and for each further engine. These values and the
+next were measured on two cores with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control;
+engine; transport)."""
 _GLOO_S_PER_GB = 1.15
 """Over gloo into a loaded engine: of the whole sync, 0.38 s is sending and 0.75 s loading."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines;
-    ``on_host``: Adam's states wait in host memory."""
+    """Predicts the seconds of a run's phases on one kind of GPU.
+
+    ``sent``: bytes of an update of the engines; ``on_host``: Adam's states are in host memory.
+    """
 
     gpu: Gpu
     shape: ModelShape
@@ -247,8 +253,8 @@ class Clock:
     # ---- rollout
 
     def engines(self, config: RunConfig) -> Engines:
-        """Those of a configuration: what weights and the rest leave of their share of a GPU is KV
-        cache."""
+        """The engines of a configuration: the rest of their share of a GPU, after weights and other
+        parts, is KV cache."""
         vllm, fp8, shape, tp = (
             config.vllm,
             config.fp8.rollout_enable,
@@ -256,11 +262,11 @@ class Clock:
             config.vllm.tensor_parallel_size,
         )
         most = vllm.max_num_seqs or _MOST_REQUESTS
-        # in FP8 all but embedding and head
+        # In FP8, all weights except embedding and head.
         outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
         weights = (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tp
-        # requests times vocabulary, as int32 and as bits (vllm 0.32.0
-        # v1/worker/gpu/sample/penalties.py:39-47)
+        # Requests times vocabulary, as int32 and as bits (vllm 0.32.0
+        # v1/worker/gpu/sample/penalties.py:39-47).
         sampler = 4 * most * (shape.vocab_size + math.ceil(shape.vocab_size / 32))
         room = int(self.assumed.engine_gib * GIB)
         left = int(config.gpu_memory_utilization * self.gpu.memory) - weights - room - sampler
@@ -290,7 +296,7 @@ class Clock:
 
     @cached_property
     def active(self) -> int:
-        """Parameters that a token is multiplied by."""
+        """Number of parameters that multiply each token."""
         return self.parameters - self.shape.num_layers * self.shape.mlp.idle_weights
 
     @property
@@ -299,12 +305,12 @@ class Clock:
 
     @property
     def _held(self) -> int:
-        """Tokens of a request, on average while it is decoded."""
+        """Mean tokens of a request while it is decoded."""
         return self.work.prompt_tokens + self.work.response_tokens // 2
 
     def concurrency(self, engines: Engines) -> int:
-        """Requests of an engine at a time; 0 if its cache does not hold one of the longest
-        sequences."""
+        """Requests that an engine processes at a time; 0 if its cache does not hold one of the
+        longest sequences."""
         if engines.lacking > 0:
             return 0
         waiting = math.ceil(self.work.samples / engines.count)
@@ -318,8 +324,11 @@ class Clock:
         )
 
     def rollout(self, engines: Engines) -> float:
-        """Prefill, decoding in full batches, and the tail of the longest responses: a share of all
-        that the engine may be asked for, so that more cache is never slower."""
+        """Seconds of prefill, decoding in full batches, and the tail of the longest responses.
+
+        The tail is a fraction of all requests that the engine may receive, so a larger cache is
+        never slower.
+        """
         batch = self.concurrency(engines)
         if batch == 0:
             return math.inf
@@ -340,8 +349,11 @@ class Clock:
         return prefill / engines.tensor_parallel_size + full + tail
 
     def _decode(self, engines: Engines, batch: int) -> float:
-        """One decoding step: weights and KV cache are read once, every weight is multiplied for
-        every request; of experts those that any request chooses, as if each chose by lot."""
+        """Seconds of one decoding step.
+
+        Weights and KV cache are read once, and every weight is multiplied for every request. Only
+        experts that some request chooses are read, as if each request chose at random.
+        """
         tp, rate, shape = (
             engines.tensor_parallel_size,
             self.gpu.hbm * 1e9 * self.assumed.memory,
@@ -372,9 +384,12 @@ class Clock:
         return work.epochs * updates * (one + self._update(model))
 
     def _schedule(self, model: TrainedModel, samples: int, *, forward_only: bool) -> float:
-        """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest
-        stage is always busy but for the bubble, in which the first micro-batch passes the
-        others."""
+        """Seconds of a pipeline schedule: every micro-batch on every stage, all about equally
+        large.
+
+        The slowest stage is always busy except in the bubble, in which the first micro-batch passes
+        the other stages.
+        """
         count, sequences = model.micro_batches(samples, forward_only)
         *others, last = model.layers
         alike = Counter([*((layers, False) for layers in others), (last, True)])
@@ -390,7 +405,8 @@ class Clock:
     def _stage(
         self, model: TrainedModel, layers: float, head: bool, sequences: float, forward_only: bool
     ) -> float:
-        """A micro-batch on a stage of so many layers, ``head``: and the head."""
+        """Seconds of a micro-batch on a stage of ``layers`` layers, with ``head`` including the
+        head."""
         ranks = model.layout.tensor_parallel_size * model.layout.context_parallel_size
         of_layer, of_head, passes = self._computing(model, forward_only)
         computing = sequences * (layers * of_layer + (of_head if head else 0.0)) / ranks
@@ -399,8 +415,8 @@ class Clock:
         return max(computing, launching) + self._communication(model, layers, sequences, passes)
 
     def head_layers(self, model: TrainedModel) -> float:
-        """How many layers take as long as the head in training, on a stage with the mean of the
-        layers."""
+        """Number of layers that take as long as the head in training, on a stage with the mean
+        number of layers."""
         layers = model.shape.num_layers / model.layout.pipeline_parallel_size
         _, sequences = model.micro_batches(min(model.work.batch, model.work.samples))
         without, together = (
@@ -409,8 +425,8 @@ class Clock:
         return (together - without) * layers / without
 
     def _computing(self, model: TrainedModel, forward_only: bool) -> tuple[float, float, int]:
-        """Seconds that a layer and the head take for one sequence on one GPU, and forward and
-        backward passes in units of a forward pass."""
+        """Seconds of a layer and of the head for one sequence on one GPU, and the passes in units
+        of a forward pass."""
         shape, megatron = model.shape, model.megatron
         flops, layers = model.work.forward(shape), shape.num_layers
         mlp = shape.mlp.token_weights
@@ -441,8 +457,8 @@ class Clock:
         return computing / layers, head, passes
 
     def _slower_experts(self, model: TrainedModel) -> float:
-        """Of the seconds that a mixture's products would take at the rate of a dense layer's: what
-        they take longer, on the rank that has most tokens, for which all wait."""
+        """Extra time of a mixture's products, as a fraction of their time at a dense layer's rate,
+        on the rank with the most tokens; all ranks wait for it."""
         if not model.shape.num_experts:
             return 0.0
         fullest = FULLEST_RANK if model.layout.expert_parallel_size > 1 else 1.0
@@ -451,14 +467,14 @@ class Clock:
     def _communication(
         self, model: TrainedModel, layers: float, sequences: float, passes: float
     ) -> float:
-        """Tensor-, context-, expert- and pipeline-parallel messages of one micro-batch on a stage
-        of so many layers."""
+        """Seconds of the tensor-, context-, expert- and pipeline-parallel messages of one
+        micro-batch on a stage of ``layers`` layers."""
         layout, shape = model.layout, model.shape
         tokens = sequences * model.work.length / layout.context_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
-        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass; around
-        # experts there are none
+        # Two all-gathers and two reduce-scatters (or two all-reduces) per layer and pass; there are
+        # none around experts.
         collectives = 2 if shape.num_experts and not shape.shared_ffn_hidden_size else 4
         near = layers * passes * collectives * wide * (tp - 1) / tp
         keys = (
@@ -486,9 +502,13 @@ class Clock:
         )
 
     def _exchange(self, model: TrainedModel, layers: float, states: float, passes: float) -> float:
-        """Tokens to their experts and back, ``states``: bytes of a rank's hidden states. A backward
-        pass sends as much as a forward pass; what leaves the node travels beside what does not;
-        ranks that share an expert get all of its tokens from each other, and are on one node."""
+        """Seconds of sending tokens to their experts and back; ``states``: bytes of a rank's hidden
+        states.
+
+        A backward pass sends as much as a forward pass. Messages between nodes travel beside
+        messages within a node. Ranks that share an expert get all of its tokens from each other,
+        and are on one node.
+        """
         layout, chosen = model.layout, states * model.shape.experts_per_token
         ep, etp = layout.expert_parallel_size, layout.expert_tensor
         if not model.shape.num_experts or ep * etp == 1:
@@ -503,7 +523,7 @@ class Clock:
 
     def _shares(self, model: TrainedModel) -> list[tuple[int, int]]:
         """Parameters of the fullest rank, and how many ranks hold the same: those of experts, which
-        may have copies of their own, and all others."""
+        may have their own copies, and all others."""
         layout, held = model.layout, model.fullest.parameters
         if layout.expert_parallel_size == 1:
             return [(held, layout.copies)]
@@ -512,15 +532,19 @@ class Clock:
         return [(held - experts, layout.copies), (experts, layout.expert_copies)]
 
     def _update(self, model: TrainedModel) -> float:
-        """Gradients reduced, parameters gathered, the optimizer's states read and written, which
-        those in host memory hide."""
+        """Seconds to reduce gradients, gather parameters, and read and write the optimizer's
+        states.
+
+        Transfers of states in host memory overlap with the reads and writes on the GPU.
+        """
         states, near = model.fullest, model.layout.world_size <= model.near_ranks
         moved = sum(
             held * (_FP32 + _BF16) * (copies - 1) / copies for held, copies in self._shares(model)
         )
         touched = 2 * (states.optimizer + states.on_host) + states.gradients
         gathered = moved / self._rate(self.gpu.near if near else self.gpu.far)
-        # both ways at a time: a rank's bus carries each, a node's memory those of all its ranks
+        # Both directions at the same time: a rank's bus carries each, a node's memory those of all
+        # its ranks.
         streamed = states.on_host / self._rate(self.gpu.host)
         streamed = max(streamed, 2 * model.near_ranks * states.on_host / (NODE_MEMORY * 1e9))
         return gathered + max(streamed, touched / self._rate(self.gpu.hbm))
@@ -531,9 +555,12 @@ class Clock:
     # ---- weights and states
 
     def sync(self, policy: TrainedModel, engines: Engines) -> float:
-        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are
-        sent, received, loaded and summed at the same time, so that the slowest of these counts; the
-        calls come on top."""
+        """Seconds of a weight sync: rank 0 gathers all weights and sends them to every engine, or
+        gloo does in host memory.
+
+        Sending, receiving, loading and summing overlap, so the slowest of them counts; the calls
+        are added.
+        """
         size, layout, workers = (
             self.sent,
             policy.layout,
@@ -547,12 +574,13 @@ class Clock:
         nodes = 1 if one_node else math.ceil(layout.copy_ranks / policy.near_ranks)
         near, far = self._rate(self.gpu.near), self._rate(self.gpu.far)
         gathered = size * (1 - 1 / nodes) / far if nodes > 1 else size / near
-        # written, read by the loader, written, read for the sum
+        # Written, read by the loader, written, read for the sum.
         in_memory = 4 * size / self._rate(self.gpu.hbm)
         return calls + max(size / (near if one_node else far), gathered, in_memory)
 
     def moves(self, model: TrainedModel) -> float:
-        """States of a policy that sleeps: to host memory and back; gradients are only given up."""
+        """Seconds to move a sleeping policy's states to host memory and back; gradients are only
+        freed."""
         return 2 * (model.fullest.weights + model.fullest.optimizer) / self._rate(self.gpu.host)
 
     def lines(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Final answers of mathematical completions and labels: find them, read them, compare them.
+"""Final answers of mathematical completions and labels: extraction, parsing, and comparison.
 
-An answer is read as a number with or without a unit, as a list of answers in brackets, or, if it is
-neither, as a text. Numbers are compared exactly, as fractions. Symbolic equality is not attempted.
+An answer is parsed as a number with or without a unit, as a list of answers in brackets, or
+otherwise as a text. Numbers are compared exactly, as fractions. There is no symbolic comparison.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _LINE = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 _LINE_CHARACTERS = 300
 Stated = Literal["any", "tagged", "line"]
-"""Where a completion states its answer."""
+"""The place where a completion states its answer."""
 _HASHES = re.compile(r"####[ \t]*(.+)")
-# characters; longer ones are no answers, and Python refuses to convert much longer numbers
+# Characters; longer texts are not answers, and Python refuses to convert much longer numbers.
 _LONGEST_READ = 1000
 _BOXED = "\\boxed{"
 
-# ---- how numbers are written, in the order in which they are tried ----
-# groups of three, no blank behind a comma
+# ---- patterns of numbers, in the order in which they are tried ----
+# groups of three digits, no blank after a comma
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d*)?|\.\d+)"
 _PART = rf"[+-]? ?{_DECIMAL}"
 _TEN = r"(?:[eE]| ?(?:\\times|\\cdot|x|\*) ?10 ?\^) ?{?([+-]?\d{1,3})}?"
@@ -36,7 +36,7 @@ _WRITTEN = (_MIXED, _FRACTION, _SCIENTIFIC, _PLAIN)
 _SIGN = re.compile(r"([+-]?) ?([$€£¥]?) ?([+-]?) ?")
 _IN_TEXT = re.compile(rf"(?:(?<![\w)}}])-)?[$€£¥]?(?:{'|'.join(p.pattern for p in _WRITTEN)})")
 
-# ---- dressing ----
+# ---- markup around answers ----
 _ROOT = re.compile(r"√ ?(?:{([^{}]*)}|\(([^()]*)\)|(\d+|\w))")
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)(?![a-zA-Z]) ?{?(\d+)}?")
 _DRESSING = (
@@ -65,11 +65,11 @@ _SIGNS = dict.fromkeys(map(ord, "−–‐‑‒﹣－"), "-") | {
     ord("⁄"): "/",
 }
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
-_BLANKS = re.compile(r"(?<!\d) | (?!\.?\d)")  # all but those that keep two numbers apart
+_BLANKS = re.compile(r"(?<!\d) | (?!\.?\d)")  # all blanks except those that separate two numbers
 _GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
-_DEEPEST = 8  # brackets within brackets
+_DEEPEST = 8  # levels of nested brackets
 
-# ---- what numbers measure: dimension, and each unit's words with its size ----
+# ---- units: dimension, and each unit's words with its size ----
 _MEASURES = {
     "money": "dollar,dollars,usd,$=1 cent,cents,¢=1/100", "euro": "euro,euros,eur,€=1",
     "pound": "£=1", "yen": "yen,¥=1",
@@ -109,8 +109,8 @@ _MARK = re.compile(
     r"\d ?_ ?{?\w+|\d +\.?\d|^-?[\d.]+[a-zA-Z]$|degrees ?[a-zA-Z]\b|\d ?['\"′″’”]+|"
     r"\d+/\d+/\d+|\d{4}-\d\d-\d\d|\b\d{3}-\d{4}\b"
 )
-"""What math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for 62, a
-date for a number."""
+"""Forms that math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for
+62, a date for a number."""
 _WORD = re.compile(
     r"\\text\w*\s*{[^{}]*}|"
     r"\b(?:[ap]\.?m\.?|north|south|east|west|and|or|no|on|left|right|up|down|odd|even)(?![a-z])",
@@ -118,11 +118,11 @@ _WORD = re.compile(
 )
 
 
-_SHORTEST_WORD = 3  # letters; fewer may be a product
+_SHORTEST_WORD = 3  # letters; a shorter text may be a product
 
 
 class Quantity(NamedTuple):
-    """A number, the dimension of its unit ("" without one, "%" of per cent), and the size of the
+    """A number, the dimension of its unit ("" without a unit, "%" for percent), and the size of the
     unit."""
 
     value: Fraction
@@ -131,7 +131,7 @@ class Quantity(NamedTuple):
 
 
 class Several(NamedTuple):
-    """Answers behind one another; the brackets are "" where there are none."""
+    """A sequence of answers; the brackets are "" if there are none."""
 
     opening: str
     entries: tuple[Quantity | Several | str, ...]
@@ -142,10 +142,10 @@ Read = Quantity | Several | str
 
 
 def label_text(label: Any) -> str:
-    """A label of any type that JSON and CSV have as a text: 4, 4.0, "4" and ["4"] are the same
-    label.
+    """A label of any JSON or CSV type as a text: 4, 4.0, "4" and ["4"] are the same label.
 
-    Raises ValueError: a map, a list of other than one entry, null, or a number that is not finite.
+    Raises ValueError for a map, a list whose length is not one, null, or a number that is not
+    finite.
     """
     match label.item() if hasattr(label, "item") else label:
         case str(text):
@@ -181,9 +181,12 @@ def extract_answer(text: str) -> str | None:
 
 
 def answer_alone(text: str, where: Stated) -> str:
-    """A completion's answer as ``<answer>...</answer>``, "" if it states none there; the completion
-    itself if it may stand anywhere. ``tagged``: in the last ``<answer>``. ``line``: behind the last
-    ``Answer:``, see :func:`answer_line`."""
+    """A completion's answer as ``<answer>...</answer>``, or "" if it states none in the place
+    ``where``.
+
+    ``any``: returns the completion unchanged. ``tagged``: in the last ``<answer>``. ``line``: after
+    the last ``Answer:``, see :func:`answer_line`.
+    """
     if where == "any":
         return text
     tagged = _TAG.findall(text)
@@ -192,8 +195,11 @@ def answer_alone(text: str, where: Stated) -> str:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` in the last 300 characters, up to the end of its line, as
-    verl's ``math_dapo`` looks for it; of a boxed answer, what is in the box."""
+    """The text after the last ``Answer:`` in the last 300 characters, up to the end of its line, as
+    in verl's ``math_dapo``.
+
+    For a boxed answer, only the content of the box.
+    """
     found = _LINE.findall(text[-_LINE_CHARACTERS:])
     if not found:
         return None
@@ -202,16 +208,18 @@ def answer_line(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in a text, a fraction or a mixed number as a whole, without its
-    currency sign."""
+    """The last number in a text, without its currency sign; a fraction or a mixed number counts as
+    one number."""
     found = [match[0] for match in _IN_TEXT.finditer(_undressed(text))]
     return re.sub("[$€£¥]", "", found[-1]).rstrip(".") if found else None
 
 
 def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[bool, str] | None]:
-    """What each completion of a problem votes for, by text alone: None = it states no answer. All
-    correct ones vote for one answer, since each equals the label; wrong ones for their
-    :func:`normalized` text."""
+    """The vote of each completion of a problem, by text alone; None if it states no answer.
+
+    All correct completions vote for one answer, since each equals the label; wrong ones vote for
+    their :func:`normalized` text.
+    """
     votes: list[tuple[bool, str] | None] = []
     for text, is_correct in zip(texts, correct, strict=True):
         answer = extract_answer(text)
@@ -224,22 +232,26 @@ def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[
 def answers_equal(first: str, second: str) -> bool:
     """Whether two answers are the same number, the same list, or the same text.
 
-    A number without a unit equals the same number with one: labels often leave it out. Units of one
-    dimension are converted. 50 % equals 50, as a question for a percentage has it, and 1/2. Sets
-    have no order; other lists have.
+    A number without a unit equals the same number with one, because labels often omit it. Units of
+    one dimension are converted. 50 % equals both 50, for questions that want a percentage, and 1/2.
+    Sets have no order; other lists do.
     """
     return _same(_read(first), _read(second))
 
 
 def is_number(answer: str) -> bool:
-    """Whether an answer is read as a number, with or without a unit."""
+    """Whether an answer is parsed as a number, with or without a unit."""
     return isinstance(_read(answer), Quantity)
 
 
 def surely_different(first: str, second: str) -> bool:
-    """Whether two answers that are not equal need no symbolic comparison, or would be taken for
-    equal by it: numbers that differ, words, lists of other numbers, a number and a list, other
-    brackets, a word for a power of ten or a base in one."""
+    """Whether two unequal answers are surely different, so that no symbolic comparison, which might
+    wrongly equate them, is needed.
+
+    True for different numbers, different words, lists of different numbers, a number and a list,
+    different brackets, and texts with different words for a power of ten or different notations
+    such as a base.
+    """
     if max(len(first), len(second)) > _LONGEST_READ:
         return True
     left, right = _read(first), _read(second)
@@ -256,7 +268,7 @@ def surely_different(first: str, second: str) -> bool:
             isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha()
             for read in (left, right)
         ):
-            return True  # not the product of its letters
+            return True  # not a product of its letters
         return (
             scales[0] != scales[1]
             or marks[0] != marks[1]
@@ -274,18 +286,18 @@ def surely_different(first: str, second: str) -> bool:
 
 
 def _squeezed_word(found: str) -> str:
-    """``\\text{ p.m.}`` as ``pm``, a plural as its singular."""
+    """``\\text{ p.m.}`` as ``pm``, and a plural as its singular."""
     return re.sub(r"[^a-z]", "", re.sub(r"\\text\w*", "", found).lower()).removesuffix("s")
 
 
 def normalized(answer: str) -> str:
-    """An answer as a text that is the same for equal numbers, without units, signs of money and per
-    cent, and LaTeX dressing."""
+    """An answer as a text that is the same for equal numbers, without units, currency and percent
+    signs, and LaTeX markup."""
     return _written(_read(answer))
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` of a text; ``None`` without one, or if it is not
+    """The content of the last ``\\boxed{...}`` of a text; ``None`` without one, or if it is not
     closed."""
     start = text.rfind(_BOXED)
     if start < 0:
@@ -322,7 +334,7 @@ def _same(left: Read, right: Read) -> bool:
 
 
 def _entries(several: Several) -> Sequence[Read]:
-    """A set's in an order of their own, each once."""
+    """The entries; of a set, sorted and without duplicates."""
     if several.opening != "{":
         return several.entries
     return [
@@ -352,12 +364,12 @@ def _undressed(text: str) -> str:
 
 
 def with_roots(text: str) -> str:
-    """``√2``, ``√(x+1)`` as LaTeX has it."""
+    """Converts ``√2``, ``√(x+1)`` to LaTeX."""
     return _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
 
 
 def _repeating(whole: str, once: str, again: str) -> str:
-    """A repeating decimal as the fraction that it is."""
+    """A repeating decimal as a fraction."""
     nines = 10 ** len(once) * (10 ** len(again) - 1)
     return f"\\frac{{{int(whole + once + again) - int(whole + once or '0')}}}{{{nines}}}"
 
@@ -371,8 +383,8 @@ def _in_ascii(text: str) -> str:
 
 
 def _character(character: str) -> str:
-    """Full width digits and signs as plain ones, a fraction as two numbers, nothing for what cannot
-    be seen."""
+    """Full-width digits and signs as plain ones, a fraction character as two numbers, "" for an
+    invisible character."""
     kind = unicodedata.decomposition(character).partition(" ")[0]
     if kind == "<fraction>":
         return " " + unicodedata.normalize("NFKC", character)
@@ -406,8 +418,7 @@ def _read_plain(text: str, depth: int) -> Read:
 
 
 def _without_brackets(text: str) -> tuple[str, str, str]:
-    """The brackets around the whole text and what is in them; "" for brackets that are not
-    there."""
+    """The brackets around the whole text and the text inside; "" for missing brackets."""
     depths = [*_depths(text)]
     around = (
         bool(depths)
@@ -420,7 +431,7 @@ def _without_brackets(text: str) -> tuple[str, str, str]:
 
 
 def _depths(text: str) -> Iterator[int]:
-    """How many brackets are open behind each character."""
+    """The number of open brackets after each character."""
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -428,7 +439,7 @@ def _depths(text: str) -> Iterator[int]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no brackets."""
+    """The parts between the commas outside brackets."""
     commas = [at for at, depth in enumerate(_depths(text)) if depth == 0 and text[at] == ","]
     return [
         text[start:stop]
@@ -438,7 +449,7 @@ def _split(text: str) -> list[str]:
 
 def _quantity(text: str) -> Quantity | None:
     signs = _SIGN.match(text)
-    assert signs is not None  # every part of it may be missing
+    assert signs is not None  # every part of it is optional
     sign, money, inner = signs.groups()
     if sign and inner:
         return None
@@ -456,8 +467,8 @@ def _quantity(text: str) -> Quantity | None:
 
 
 def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
-    """None: a denominator is zero, or a whole number stands before a fraction that is not
-    proper."""
+    """The number; None if a denominator is zero, or a whole number precedes an improper
+    fraction."""
     first, *others = (Fraction(part.replace(",", "").replace(" ", "")) for part in parts)
     if written is _MIXED:
         return first + others[0] / others[1] if others[0] < others[1] else None
@@ -467,7 +478,7 @@ def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
 
 
 def _unit(text: str, money: str) -> tuple[Fraction, str, Fraction] | None:
-    """What a number is to be multiplied by, dimension and size of its unit; None for what is no
+    """The factor of a number, and the dimension and size of its unit; None if the text is not a
     unit."""
     scale, blank = Fraction(1), text.startswith(" ")
     while found := _SCALE.match(text):

@@ -1,4 +1,5 @@
-"""Executors that cannot lose a reward: they turn a prompt into a group of graded completions."""
+"""Executors that turn a prompt into a group of graded completions; a completion that cannot be
+graded gets a set reward."""
 
 from __future__ import annotations
 
@@ -37,16 +38,16 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
-_LARGEST_BODY = 4 << 20  # bytes; an answer is a number or a few
+_LARGEST_BODY = 4 << 20  # bytes; an answer is one number or a few
 
 
 class HttpReward:
-    """Grades samples on reward servers, one request per sample, servers taken in turn.
+    """Grades samples on reward servers, one request per sample, in round-robin order.
 
-    A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered
-    by the dict a reward function returns. Requests that time out, cannot connect or are answered
+    A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}``; the answer is
+    the dict that a reward function returns. Requests that time out, cannot connect or get status
     5xx, 408, 425 or 429 go to the next server after a pause that doubles. Bound to the event loop
-    that first grades with it.
+    of its first ``grade`` call.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class HttpReward:
         self._closed = False
 
     def start(self) -> None:
-        """Nothing takes time before the first sample."""
+        """Does nothing: no work is needed before the first sample."""
 
     async def grade(
         self, query: str, prompt: str, label: Any, completion: str | None = None, *_: object
     ) -> RewardResult:
-        """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises
+        """Like ``Grader.grade``; servers get OpenRLHF's three fields, not the completion. Raises
         RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = json.dumps({"query": [query], "prompts": [prompt], "labels": [label]}).encode()
@@ -111,9 +112,9 @@ class HttpReward:
             raise Failure(RewardTimeout, message) from None
         except aiohttp.ClientError as error:
             message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
-            # its own text may have the whole address
+            # The error's own text may contain the full address.
             raise Failure(RewardServerError, message) from None
-        # nesting raises RecursionError, a charset LookupError: a server may send anything
+        # Nesting raises RecursionError, a charset LookupError: a server may send anything.
         except Exception as error:
             raise RewardInvalid(
                 f"reward server {shown} gave no reward as JSON: {error}", *sample
@@ -130,7 +131,7 @@ class HttpReward:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """What a server sends; one byte more than ``_LARGEST_BODY`` of what is longer."""
+    """The body of the response; of a longer one, the first ``_LARGEST_BODY`` bytes and one more."""
     try:
         return await response.content.readexactly(_LARGEST_BODY + 1)
     except asyncio.IncompleteReadError as end:
@@ -150,9 +151,11 @@ def _check_status(
 
 
 class GradedExecutor:
-    """What every sample leaves with: a finite reward. One that cannot be graded gets
-    ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``, until the policy
-    stops the run."""
+    """Base of executors whose samples all have a finite reward.
+
+    A sample that cannot be graded gets ``failures.failure_value``, score 0 and
+    ``extra_logs["reward_failed"] = 1``, until the policy stops the run.
+    """
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
@@ -165,7 +168,7 @@ class GradedExecutor:
         return self._failures.take_messages()
 
     async def _settle(self, grading: Awaitable[RewardResult]) -> RewardResult:
-        """The sample's grade, or what takes its place."""
+        """The sample's grade, or its replacement after a failure."""
         try:
             result = await grading
         except RewardError as error:
@@ -177,9 +180,11 @@ class GradedExecutor:
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """One completion of the prompt, graded through a :class:`Grader` under a
-    :class:`FailurePolicy`; without one it leaves without a grade, for a reward model to score with
-    its batch."""
+    """Generates single-turn completions, graded by a :class:`Grader` under a
+    :class:`FailurePolicy`.
+
+    Without a grader, completions have no grade, and a reward model scores them with their batch.
+    """
 
     def __init__(self, grader: Grader | None, failures: FailurePolicy) -> None:
         super().__init__(failures)
@@ -188,13 +193,13 @@ class GradedSingleTurnExecutor(GradedExecutor):
             grader.start()
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
-        """See :class:`GradedExecutor`; a prompt that leaves no room is cut from the left, as
-        OpenRLHF does it."""
+        """See :class:`GradedExecutor`; a prompt that leaves no room is truncated from the left, as
+        in OpenRLHF."""
         ids = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
         sampling = request.sampling
         room = sampling.max_new_tokens or max(1, sampling.max_len - len(ids))
         ids = ids[max(0, len(ids) - (sampling.max_len - room)) :]
-        # log-probs of the sampled tokens alone, as one flat list
+        # Only log-probs of the sampled tokens, as one flat list.
         asked = {"max_tokens": room, "detokenize": False, "logprobs": 0, "flat_logprobs": True}
         params = [
             engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
@@ -211,7 +216,7 @@ class GradedSingleTurnExecutor(GradedExecutor):
         try:
             return await asyncio.gather(*responses)
         finally:
-            for response in responses:  # where one has failed, others may wait for it
+            for response in responses:  # after one has failed, others may wait for it
                 response.cancel()
 
     async def _respond(
@@ -236,7 +241,7 @@ class GradedSingleTurnExecutor(GradedExecutor):
             score=None if grade is None else grade.score,
             truncated=completion.finish_reason == "length",
             extra_logs={} if grade is None else grade.extra_logs,
-            # where the engine tells entropies, they stand in the place of ranks (worker_extension)
+            # An engine that reports entropies puts them in place of the ranks (worker_extension).
             entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32)
             if engine.tells_entropies
             else None,
@@ -267,14 +272,14 @@ class GradedSingleTurnExecutor(GradedExecutor):
 
 
 def _without_end(completion: Any) -> list[int]:
-    """The tokens of vLLM's completion but the one that ended it: the model's own end of text, or
+    """The tokens of vLLM's completion without the token that ended it: the model's end of text, or
     another stop token."""
     by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
     return list(completion.token_ids)[: -1 if by_token else None]
 
 
 class SeveralGraders:
-    """The executors of graders by their name, of which a request names one
+    """The executors of several graders by name; each request names one
     (``GroupRequest.grader``)."""
 
     def __init__(self, executors: Mapping[str | None, GradedSingleTurnExecutor]) -> None:
@@ -294,16 +299,18 @@ class SeveralGraders:
 
 
 def make_executor(options: Reward, more: Iterable[str] = ()) -> Callable[[], Any]:
-    """A picklable factory that builds the executor inside the rollout engine's process; without
-    ``reward.remote_url`` one that does not grade. ``more``: graders beside it, which requests
-    name."""
+    """A picklable factory that builds the executor inside the rollout engine's process.
+
+    Without ``reward.remote_url`` the executor does not grade. ``more``: addresses of further
+    graders, which requests name.
+    """
     graders: dict[str | None, Reward] = {None: options}
     graders |= {address: options.model_copy(update={"remote_url": address}) for address in more}
     return partial(_build, graders)
 
 
 def open_grader(options: Reward) -> Grader:
-    """The grader ``reward.remote_url`` asks for, not started. Raises ValueError."""
+    """The grader for ``reward.remote_url``, not started. Raises ValueError."""
     addresses = options.addresses
     if addresses and all(address.startswith(("http://", "https://")) for address in addresses):
         return HttpReward(addresses, timeout_s=options.timeout_s)

@@ -1,9 +1,8 @@
-"""Grades of completions: what grades them, how a reward function's answer becomes one, and what can
-go wrong.
+"""Grades of completions: the grader protocol, parsing of a reward function's answer, and errors.
 
 ``RewardError`` and its subclasses concern one sample: a :class:`FailurePolicy` counts and tolerates
 them. The other errors concern the grader itself and always propagate. All of them pickle, because
-they cross Ray actors. Grading workers import this: no torch, no numpy here.
+they cross Ray actors. Grading workers import this module, so it must not import torch or numpy.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from openrlhf_ext.inputs import shortened
 logger = logging.getLogger(__name__)
 
 FAILED_KEY = "reward_failed"
-"""In ``extra_logs``: 1 for a sample that could not be graded."""
+"""Key in ``extra_logs``: 1 for a sample that could not be graded."""
 
 LARGEST = 1e15
-"""Of rewards, scores and logs: advantages are made of their squares and sums in fp32, which ends at
-3.4e38."""
+"""Maximum of rewards, scores and logs: advantages use their squares and sums in fp32, whose maximum
+is 3.4e38."""
 
-# and keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same
-# dictionary
+# Includes keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same
+# dictionary.
 RESERVED_LOG_KEYS = frozenset(
     {
         "group_reward_std",
@@ -50,12 +49,14 @@ _PROMPT_END_CHARACTERS = 64
 
 
 def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query, without the tokens that end a text in ChatML, Qwen's
-    and Llama's: for reward functions where nobody passes ``completions`` (OpenRLHF itself, reward
-    servers). This package does, cut by the tokenizer's own end.
+    """The part of the query after the prompt, without the end-of-text tokens of ChatML, Qwen and
+    Llama.
 
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning
-    to truncation.
+    For reward functions that get no ``completions`` (from OpenRLHF itself, or on reward servers).
+    This package passes ``completions``, cut by the tokenizer's own end token.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and truncation may have removed the beginning
+    of a long prompt.
     """
     for written in (prompt, unicodedata.normalize("NFC", prompt)):
         if query.startswith(written):
@@ -66,9 +67,12 @@ def completion_of(query: str, prompt: str) -> str:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The grade of one completion, all of it finite: what the policy is trained on; correctness,
-    for accuracy and dynamic filtering; the function's own numbers; the time spent in it, without
-    queueing."""
+    """The grade of one completion; all numbers are finite.
+
+    ``reward``: trains the policy. ``score``: correctness, for accuracy and dynamic filtering.
+    ``extra_logs``: the function's own numbers. ``seconds``: time spent in the function, without
+    queueing.
+    """
 
     reward: float
     score: float
@@ -78,9 +82,11 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt, for functions that want all of them at once, and in a trial
-    for others: how many there will be, and what the grader keeps of those that have come, by their
-    place."""
+    """The completions of one prompt, for functions that take all of them at once, and for other
+    functions in a trial.
+
+    ``size``: their number; ``come``: the grader's entries of those that have arrived, by place.
+    """
 
     size: int
     is_trial: bool = False
@@ -91,7 +97,7 @@ class Grader(Protocol):
     """Grades one sample at a time, any number of them concurrently."""
 
     def start(self) -> None:
-        """Begin whatever takes time before the first sample; returns at once."""
+        """Begin any work that is needed before the first sample; returns at once."""
 
     async def grade(
         self,
@@ -102,17 +108,20 @@ class Grader(Protocol):
         group: Group | None = None,
         place: int = 0,
     ) -> RewardResult:
-        """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one
-        text, special tokens kept; ``completion``: without the token that ended it; None: what
-        follows the prompt in the query. ``group`` and
-        ``place``: of which it is one; the grade may come when all of them have come."""
+        """Grade one sample. Raises RewardError if that fails.
+
+        ``query``: prompt and completion as one text, with special tokens; ``completion``: without
+        the token that ended it (None: the part of the query after the prompt). ``group`` and
+        ``place``: the sample's group and its place in it; the grade may come only after the whole
+        group has arrived.
+        """
 
     async def aclose(self) -> None:
         """Release processes and connections."""
 
 
 def settled(result: Any) -> Any:
-    """The result of a call, of an async function once it is there."""
+    """The result of a call; for an async function, the awaited result."""
 
     async def wait() -> Any:
         return await result
@@ -121,14 +130,17 @@ def settled(result: Any) -> Any:
 
 
 class InvalidAnswer(ValueError):
-    """A reward function's answer breaks the convention; the text names the key, the rule and the
+    """A reward function's answer breaks the convention; the message names the key, the rule and the
     value."""
 
 
 def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
-    """A reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``, of which the
-    last two are optional. Each number may be an int, float, bool, numpy scalar, a tensor or array
-    of one element, or a list of one. Raises InvalidAnswer."""
+    """Parse a reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``; the last
+    two keys are optional.
+
+    Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a
+    list of one. Raises InvalidAnswer.
+    """
     if not isinstance(answer, Mapping):
         raise InvalidAnswer(
             f"returned {_described(answer)}; it must return a dict with the key 'rewards' and "
@@ -179,8 +191,8 @@ def _parse_extra_logs(logs: Any) -> dict[str, float]:
 
 
 def _only_element(value: Any) -> Any:
-    """Unwrap a list of one element, then an array or tensor of one element; anything else is
-    returned as it is."""
+    """Unwrap a list of one element, then an array or tensor of one element; return anything else
+    unchanged."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if callable(getattr(value, "item", None)) and _element_count(value) == 1:
@@ -209,7 +221,7 @@ def _described(value: Any) -> str:
 
 
 class RewardError(Exception):
-    """A completion could not be graded. Carries the sample, special tokens kept, to reproduce the
+    """A completion could not be graded. Includes the sample, with special tokens, to reproduce the
     failure."""
 
     def __init__(
@@ -232,7 +244,7 @@ class RewardRaised(RewardError):
 
 
 class RewardInvalid(RewardError):
-    """The reward function returned something that is not a finite reward in the agreed form."""
+    """The reward function did not return a finite reward in the agreed form."""
 
 
 class RewardTimeout(RewardError):
@@ -245,7 +257,7 @@ class RewardWorkerDied(RewardError):
 
 
 class RewardServerError(RewardError):
-    """A reward server could not be reached or answered with an error, retries included."""
+    """A reward server could not be reached or answered with an error, even after retries."""
 
 
 class RewardImportError(RuntimeError):
@@ -257,8 +269,8 @@ class RewardPoolClosed(RuntimeError):
 
 
 class Failure(Exception):
-    """What becomes a ``RewardError`` of that kind: when prompt and completion are known, or unless
-    a request succeeds that is sent again."""
+    """Becomes a ``RewardError`` of this kind when prompt and completion are known, unless a retried
+    request succeeds."""
 
     def __init__(self, kind: type[RewardError], message: str) -> None:
         super().__init__(message)
@@ -266,14 +278,17 @@ class Failure(Exception):
 
 
 class RewardFailureLimit(RuntimeError):
-    """More samples failed to be graded than the run tolerates; the message holds the last
+    """More samples could not be graded than the run tolerates; the message includes the last
     failure."""
 
 
 class FailurePolicy:
-    """Reports each failure with its prompt and completion, counts it, and ends the run at one more
-    than ``max_failures`` (None tolerates any number). The reward of a failed sample is
-    ``failure_value``, its score 0."""
+    """Reports and counts failures, and ends the run at failure ``max_failures`` + 1 (None tolerates
+    any number).
+
+    A report includes prompt and completion. A failed sample gets the reward ``failure_value`` and
+    score 0.
+    """
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
         self._max_failures = max_failures
@@ -282,13 +297,13 @@ class FailurePolicy:
         self._unreported: list[str] = []
 
     def take_messages(self) -> list[str]:
-        """What failed since the last call, with prompt and completion, for the process that the
+        """The failures since the last call, with prompt and completion, for the process that the
         user watches."""
         messages, self._unreported = self._unreported, []
         return messages
 
     def tolerate(self, error: RewardError) -> None:
-        """Log and count a failure. Raises RewardFailureLimit: this failure is one too many."""
+        """Log and count a failure. Raises RewardFailureLimit if it exceeds the limit."""
         self.count += 1
         self._unreported.append(f"{type(error).__name__}: {error}")
         tolerated = "any number" if self._max_failures is None else self._max_failures

@@ -40,19 +40,19 @@ from openrlhf_ext.rewards.worker import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-# The worker gets this process's import path, so that it finds what a function called in this
-# process would find.
+# The worker gets this process's import path, so that imports resolve as in this process.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker "
     "import main; main(*map(int, sys.argv[2:6]), sys.argv[6])"
 )
-# What programs need to run and to find their files; `*` ends a prefix. Nothing with a secret in it.
+# Variables that programs need to run and to find their files; `*` ends a prefix. None of them holds
+# a secret.
 USUAL_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_*", "MKL_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "REWARD_*",
 )  # fmt: skip
-# a worker that died while a child of it keeps the connection open sends no end-of-file
+# A dead worker sends no end-of-file while one of its children keeps the connection open.
 _LIVENESS_POLL_S = 0.5
 _STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
@@ -62,23 +62,26 @@ _CLOSE_S = 15.0
 
 @cache
 def _say(text: str) -> None:
-    """Once in a process, however many workers say it."""
+    """Logs the text once per process, however many workers report it."""
     logger.info(text)
 
 
 class WorkerHung(Exception):
-    """The worker gave no answer before the deadline; the text is its Python stack at that
+    """The worker gave no answer before the deadline; the message is its Python stack at that
     moment."""
 
 
 class WorkerDied(Exception):
-    """The worker process ended; the text says how, with its Python stack if it crashed."""
+    """The worker process ended; the message says how, with its Python stack if it crashed."""
 
 
 @dataclass
 class _Running:
-    """``stack_file`` receives the Python stack of a crash or on request; the number of a ``killed``
-    one may be reused."""
+    """A started worker process.
+
+    ``stack_file`` receives the Python stack after a crash or on request. The process id of a
+    ``killed`` process may be reused.
+    """
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -87,13 +90,14 @@ class _Running:
 
 
 class WorkerProcess:
-    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be
-    called from any. The owning thread must live as long as the process: Linux ends the process with
-    the thread that started it.
+    """A subprocess that grades one sample at a time.
+
+    One thread owns it, but any thread may call :meth:`stop`. The owning thread must live as long as
+    the process: Linux ends the process with the thread that started it.
 
     Attributes:
-        takes_groups: the function wants all completions of a prompt at once.
-        to_try: made completions that it may be asked for before it has answered.
+        takes_groups: the function takes all completions of a prompt at once.
+        to_try: number of trial completions that may precede its first answer.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class WorkerProcess:
         )
 
     def start(self) -> None:
-        """Start (or replace) the process and wait until it has imported the user's file. Raises
-        RewardImportError, RewardPoolClosed."""
+        """Start (or replace) the process and wait until it has imported the user's file.
+
+        Raises RewardImportError, RewardPoolClosed.
+        """
         running = self._spawn()
         try:
             reply = self._receive(running, self._start_timeout_s)
@@ -145,8 +151,10 @@ class WorkerProcess:
         self.to_try = TRIED * self.takes_groups
 
     def ask(self, samples: list[tuple[str, str, Any, str]], timeout_s: float) -> tuple[Any, ...]:
-        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises
-        WorkerHung: the process still runs, kill it; WorkerDied."""
+        """The worker's reply to one sample, or to all samples of a prompt (``takes_groups``).
+
+        Raises WorkerHung if the process still runs (the caller must kill it), and WorkerDied.
+        """
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
@@ -161,7 +169,8 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and every process it started in its session, and wait for its end."""
+        """Kill the process and every process that it started in its session, and wait for its
+        end."""
         with self._kill_lock:
             running = self._running
             if running is None or running.killed:
@@ -200,7 +209,7 @@ class WorkerProcess:
                     ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
-                    # Ctrl-C reaches the driver only; killpg reaches all of the worker
+                    # Ctrl-C reaches only the driver; killpg reaches all processes of the worker.
                     start_new_session=True,
                     env={
                         "OMP_NUM_THREADS": "1",
@@ -232,7 +241,7 @@ class WorkerProcess:
 
 
 def _variables(names: tuple[str, ...]) -> dict[str, str]:
-    """Those of this process's variables that a worker gets."""
+    """This process's environment variables that a worker gets."""
     patterns = (*USUAL_VARIABLES, *names)
     return {
         name: value
@@ -242,13 +251,13 @@ def _variables(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _current_stack(running: _Running) -> str:
-    """Ask the worker for its Python stack; works while its interpreter lock is held by native
-    code."""
+    """Request the worker's Python stack; works even while native code holds its interpreter
+    lock."""
     with contextlib.suppress(ProcessLookupError):
         running.process.send_signal(STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_WAIT_S
     before, stack = "", _read_stack(running)
-    # it is still being written
+    # The worker may still be writing it.
     while (not stack or stack != before) and time.monotonic() < deadline:
         time.sleep(_STACK_POLL_S)
         before, stack = stack, _read_stack(running)
@@ -278,7 +287,8 @@ class _Job:
     future: Future[RewardResult] = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
-        """By an error of the pool, or of the sample, which it then tells."""
+        """Fail the job with an error of the pool, or of the sample, which the error then
+        includes."""
         if isinstance(error, RewardError):
             error = type(error)(error.message, self.prompt, self.completion, self.label)
         self.future.set_exception(error)
@@ -289,10 +299,10 @@ class RewardPool:
     processes.
 
     The function is called as OpenRLHF calls it, with lists of length one, and with ``completions``
-    if it takes them; one of TRL's with all completions of a prompt, whose deadline is that of one
-    times their number. A worker that passes the deadline or dies is replaced; a sample that waits
-    for one longer than ``queue_timeout_s`` fails. Usable from any thread and any event loop; a
-    context manager.
+    if it takes them. A function in TRL's form gets all completions of a prompt; its deadline is the
+    deadline of one completion times their number. The pool replaces a worker that passes the
+    deadline or dies. A sample that waits for a worker longer than ``queue_timeout_s`` fails. Usable
+    from any thread and any event loop; a context manager.
     """
 
     def __init__(
@@ -317,12 +327,14 @@ class RewardPool:
 
     @property
     def takes_groups(self) -> bool:
-        """Once it is checked: the function gets all completions of a prompt."""
+        """Whether the function takes all completions of a prompt; valid after :meth:`check`."""
         return self._workers[0].takes_groups
 
     def start(self) -> None:
-        """Begin to start the workers, which the first sample waits for. Idempotent. Raises
-        RewardImportError, RewardPoolClosed."""
+        """Begin to start the workers; the first sample waits for them. Idempotent.
+
+        Raises RewardImportError, RewardPoolClosed.
+        """
         with self._lock:
             self._start_locked()
 
@@ -342,21 +354,22 @@ class RewardPool:
         group: Group | None = None,
         place: int = 0,
     ) -> Future[RewardResult]:
-        """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade`
-        raises."""
+        """Queue one sample; arguments as in ``Grader.grade``. The future raises the errors of
+        :meth:`grade`."""
         completion = query.removeprefix(prompt) if completion is None else completion
         job = _Job(query, prompt, label, completion, group, place)
-        with self._lock:  # a sample is either refused here or queued before the threads' end mark
+        with self._lock:  # a sample is either rejected here or queued before the threads' end mark
             self._start_locked()
             self._jobs.put(job)
         return job.future
 
     async def grade(self, *sample: Any) -> RewardResult:
-        """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
+        """Like ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
         return await asyncio.wrap_future(self.submit(*sample))
 
     def close(self) -> None:
-        """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""
+        """Kill the workers; waiting and running samples fail with ``RewardPoolClosed``.
+        Idempotent."""
         with self._lock:
             self._closed = True
         for worker in self._workers:
@@ -398,7 +411,7 @@ class RewardPool:
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            # it died between two samples, which is no sample's fault
+            # The worker died between two samples, which is not the fault of a sample.
             if broken is None and worker.pid is None:
                 broken = _start(worker)
             if broken is not None:
@@ -411,13 +424,13 @@ class RewardPool:
             except BaseException as error:  # noqa: B036  it belongs to whoever awaits the samples
                 for one in jobs:
                     one.fail(error)
-            if worker.pid is None:  # replace it now rather than at the cost of the next sample
+            if worker.pid is None:  # replace it now, not while the next sample waits
                 broken = _start(worker)
         worker.stop()
 
     def _together(self, worker: WorkerProcess, job: _Job) -> list[_Job]:
-        """The samples that one call grades: of a function that wants a whole group none, until the
-        last has come."""
+        """The samples that one call grades; empty if the function takes whole groups and the last
+        sample is not here yet."""
         if job.group is None or not (worker.takes_groups or job.group.is_trial):
             return [job]
         with self._lock:
@@ -463,7 +476,7 @@ class RewardPool:
         )
 
     def _closed_or(self, message: str) -> str:
-        """``message``, unless the worker ended because the pool was closed."""
+        """``message``, or RewardPoolClosed if the worker ended because the pool was closed."""
         if self._closed:
             raise RewardPoolClosed(
                 f"the reward pool of {self._reward_path} was closed while it graded a sample"
@@ -472,8 +485,8 @@ class RewardPool:
 
 
 def _start(worker: WorkerProcess) -> Exception | None:
-    """Start a worker; the reason if that is impossible, which then is the answer to every sample it
-    takes."""
+    """Start a worker. Returns the error if that fails; every sample that the worker takes then
+    fails with it."""
     try:
         worker.start()
     except (RewardImportError, RewardPoolClosed) as error:

@@ -1,8 +1,7 @@
 """`grpo_s`: rewards per completion, shaped by mean entropy.
 
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy",
-arXiv 2508.04349:
-T1 is the first text, T6 the version v6.
+arXiv 2508.04349. T1 is the first version of the paper, T6 version v6.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = tokens of one block.
 """
@@ -54,7 +53,7 @@ class GrpoSOptions(EntropyShapingOptions):
 
     @property
     def two_tables(self) -> bool:
-        """Failures have shaped rewards of their own."""
+        """Failures have their own shaped rewards."""
         return self.version in ("v2", "v6")
 
     def violations(self) -> Iterator[Violation]:
@@ -84,17 +83,16 @@ class GrpoS(SequenceAlgorithm):
 
     Per prompt, P are the successes and N the failures.
 
-        Hhat_i = mean_t H'_it                                               H' = clamp(H) + eps
-        share+_i = Hhat_i / (sum of Hhat_k over k in P) |P|                 share, on P      T1 eq.
-        5 share-_i = (1/Hhat_i) / (sum of 1/Hhat_k over k in N) |N|           share, on N      T1
-        eq. 17 R+_i = beta1 r_i + beta2 share+_i                                   reward, 0 on N
-        T6 eq. 9 (v6) R-_i = -beta1 - beta2 share-_i                                      reward, 0
-        on P   T6 eq. 9 (v6) A_i = (R_i - mean R)/(std R + adv_eps), R = R+ on P, R- on N
-        advantage        T1 eq. 8, 19 s_i = mean_t w_it
-             ratio            T1 eq. 6, T6 eq. 11 J = mean over prompts and completions of f(s_i,
-             A_i)                objective        T1 eq. 7, 18
+        Hhat_i = mean_t H'_it                                       H' = clamp(H) + eps
+        share+_i = Hhat_i / (sum of Hhat_k over k in P) |P|         share on P, T1 eq. 5
+        share-_i = (1/Hhat_i) / (sum of 1/Hhat_k over k in N) |N|   share on N, T1 eq. 17
+        R+_i = beta1 r_i + beta2 share+_i                           reward, 0 on N, T6 eq. 9 (v6)
+        R-_i = -beta1 - beta2 share-_i                              reward, 0 on P, T6 eq. 9 (v6)
+        A_i = (R_i - mean R)/(std R + adv_eps)                      advantage, T1 eq. 8, 19
+        s_i = mean_t w_it                                           ratio, T1 eq. 6, T6 eq. 11
+        J = mean over prompts and completions of f(s_i, A_i)        objective, T1 eq. 7, 18
 
-    The rewards of v1 (T1 eq. 5) and v2 (T1 eq. 5, 17) are in `rewards`.
+    R is R+ on P and R- on N. The rewards of v1 (T1 eq. 5) and v2 (T1 eq. 5, 17) are in `rewards`.
     """
 
     needs = ("entropies",)
@@ -104,7 +102,7 @@ class GrpoS(SequenceAlgorithm):
         return self.options.w_hat
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Share -> reward -> pools -> advantage."""
+        """Compute share, reward, pools and advantage."""
         options, groups = self.options, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
         prepared = PreparedEntropy.of(options)
@@ -188,7 +186,7 @@ class GrpoS(SequenceAlgorithm):
         return classes.select(positive_B + penalty_B, negative_B + penalty_B)
 
     def _pool_has_success(self, inputs: Inputs, success_B: Tensor) -> Tensor:
-        """(B,) the pool that standardizes the completion has a success in it."""
+        """(B,) True if the pool that standardizes the completion contains a success."""
         if self.options.norm_scope == "batch":
             return success_B.any().expand_as(success_B)
         return inputs.groups.any(success_B)[inputs.groups.index_B]
@@ -197,14 +195,14 @@ class GrpoS(SequenceAlgorithm):
 def sequence_entropies(
     entropies_N: Tensor, segments: Segments, prepared: PreparedEntropy, kind: str
 ) -> Tensor:
-    """(B,) float64 mean of each completion's H', arithmetic or geometric (0 if some H' is not
+    """(B,) float64 mean of each completion's H', arithmetic or geometric (0 if any H' is not
     positive)."""
     mean_B = torch.zeros_like(segments.lengths_B, dtype=torch.float64)
     for block in segments.blocks():
         h_n = prepared.prepare(entropies_N[block.tokens])
         if kind == "geometric":
-            # The log of 0 is -inf and its exponential 0, as specified; a negative entropy counts as
-            # 0 too.
+            # log(0) is -inf and its exponential 0, as specified. A negative entropy counts as 0
+            # too.
             h_n = h_n.clamp_(min=0.0).log_()
         mean_B[block.rows] = block.sums(h_n) / block.lengths_b
     return mean_B.exp() if kind == "geometric" else mean_B

@@ -54,8 +54,8 @@ def conflict_weights(
     options: Any,
     dtype: torch.dtype,
 ) -> Tensor:
-    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones,
-    else 1."""
+    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on conflicts of negative
+    ones, else 1."""
     weight_B = torch.where(
         sign_B > 0, options.w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)
     ).to(dtype)
@@ -129,7 +129,7 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
     @model_validator(mode="before")
     @classmethod
     def _of_the_preset(cls, values: Any) -> Any:
-        """The preset replaces defaults; what is given, other than null, wins over it."""
+        """Replace defaults by the preset; given values other than null override it."""
         if not isinstance(values, Mapping) or values.get("preset") != "official":
             return values
         return cls.OFFICIAL | {name: value for name, value in values.items() if value is not None}
@@ -150,16 +150,16 @@ class GtpoConflict(TokenAlgorithm):
     wrong completions share are not punished, completions of high entropy are left out, and entropy
     lowers the advantage.
 
-        A_i = (r_i - mean r)/(std r + adv_eps)                                              eq. 12
-        lambda_it = w_pos (A_i > 0) or 0 (A_i < 0) where token t is in conflict, else 1     eq. 9
-        delta_i = 0 if the entropy filter removes the completion, else 1                    eq. 10
-        A~_i = delta_i (A_i - gamma <H>_i)                                                  eq. 11,
-        30 J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                       eq.
-        11
+        A_i = (r_i - mean r)/(std r + adv_eps)                                          eq. 12
+        lambda_it = w_pos (A_i > 0) or 0 (A_i < 0) where token t is in conflict, else 1 eq. 9
+        delta_i = 0 if the entropy filter removes the completion, else 1                eq. 10
+        A~_i = delta_i (A_i - gamma <H>_i)                                              eq. 11, 30
+        J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                   eq. 11
     """
 
     needs = ("entropies",)
-    # an extension: the paper trains without a KL, and the claim that none is needed can be tried
+    # An extension: the paper trains without a KL. The option lets a user test its claim that none
+    # is needed.
     kl_places = ("loss",)
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:

@@ -1,8 +1,7 @@
 """`gtpo_entropy`: rewards per token, shaped by entropy.
 
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy",
-arXiv 2508.04349:
-T1 is the first text, T6 the version v6.
+arXiv 2508.04349. T1 is the first version of the paper, T6 version v6.
 
 Shape suffixes: B = completions, N = tokens of all completions, R = completions of a cohort, b and n
 = completions and tokens of one block.
@@ -73,7 +72,7 @@ class GtpoEntropyOptions(EntropyShapingOptions, KLOptions, ScopeOptions):
 
     @property
     def two_tables(self) -> bool:
-        """Failures have shaped rewards of their own."""
+        """Failures have their own shaped rewards."""
         return self.version in ("v2", "v6")
 
     def violations(self) -> Iterator[Violation]:
@@ -142,8 +141,8 @@ class TokenReward:
     """Shaped rewards R = offset + weight x of each completion's tokens: R+ on P, R- on N, 0
     elsewhere.
 
-    x is the share rho, or its clipped form on P. The (B,) float64 offset holds the base and the
-    length penalty.
+    x is the share rho, or its clipped form on P. The (B,) float64 offset contains the base reward
+    and the length penalty.
     """
 
     options: GtpoEntropyOptions
@@ -188,21 +187,21 @@ class GtpoEntropy(TokenAlgorithm):
     P are the successes of a prompt and N its failures, d_t and h_t of them alive at position t; H'
     = clamp(H) + eps.
 
-        rho+_it = H'_it / (sum of H'_kt over k in P) d_t                     share, on P      T1 eq.
-        2 rho-_it = (1/H'_it) / (sum of 1/H'_kt over k in N) h_t               share, on N      T1
-        eq. 13 R+_it = alpha1 r_i + alpha2 rho+_it                                  reward, 0 on N
-        T6 eq. 3-7 (v6) R-_it = -alpha1 - alpha2 rho-_it                                     reward,
-        0 on P   T6 eq. 3-7 (v6) A_it = (R_it - mean R)/(std R + adv_eps), R = R+ on P, R- on N
-         advantage        T1 eq. 3, 14-15 J = mean over all tokens of f(w_it, A_it), the clipped
-         surrogate     objective        T1 eq. 4, 16
+        rho+_it = H'_it / (sum of H'_kt over k in P) d_t            share on P, T1 eq. 2
+        rho-_it = (1/H'_it) / (sum of 1/H'_kt over k in N) h_t      share on N, T1 eq. 13
+        R+_it = alpha1 r_i + alpha2 rho+_it                         reward, 0 on N, T6 eq. 3-7 (v6)
+        R-_it = -alpha1 - alpha2 rho-_it                            reward, 0 on P, T6 eq. 3-7 (v6)
+        A_it = (R_it - mean R)/(std R + adv_eps)                    advantage, T1 eq. 3, 14-15
+        J = mean over all tokens of f(w_it, A_it)                   objective, T1 eq. 4, 16
 
-    The rewards of v1 (T1 eq. 2), v1u (T1 eq. 11-12) and v2 (T1 eq. 2, 13) are in `reward`.
+    R is R+ on P and R- on N; f is the clipped surrogate. The rewards of v1 (T1 eq. 2), v1u (T1 eq.
+    11-12) and v2 (T1 eq. 2, 13) are in `reward`.
     """
 
     needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Share -> reward -> pools -> advantage, for one cohort after the other."""
+        """Compute share, reward, pools and advantage, one cohort after another."""
         options, batch, groups = self.options, inputs.batch, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
         penalty_B = length_penalty(inputs, options)
@@ -243,8 +242,8 @@ class GtpoEntropy(TokenAlgorithm):
         return {"advantages": a_N, "rewards": batch.rewards + penalty_B, "exposed": exposed}
 
     def reward(self, inputs: Inputs, classes: Classes, penalty_B: Tensor) -> TokenReward:
-        """The version's R+ and R-, each as (offset, weight) of the share, and the length penalty on
-        every token."""
+        """The version's R+ and R-, each as (offset, weight) of the share, with the length penalty
+        on every token."""
         options = self.options
         r_B = base_rewards(inputs, options.base_reward, classes.success_B)
         positive: tuple[Any, Any] = (r_B, options.alpha)  # v1: R+ = r + alpha rho+, T1 eq. 2
@@ -286,7 +285,7 @@ class GtpoEntropy(TokenAlgorithm):
         )
 
     def _batch_wide(self) -> bool:
-        """Some statistic spans the groups."""
+        """Whether a statistic spans several groups."""
         compares_groups = (
             self.options.entropy_scope == "batch" and self.options.entropy_axis != "row"
         )

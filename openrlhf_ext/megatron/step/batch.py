@@ -1,25 +1,24 @@
-"""Sequences as the policy sees them, and the packs of those that are computed together, without
-padding.
+"""Sequences as the policy computes them, and packs of sequences without padding.
 
-Every sequence has a slot in the pack. A slot is as long as its sequence, except that context
-parallelism cuts every slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a
-rank's whole share into ``tp`` pieces, and layers may want multiples of something: that takes a few
-tokens of padding per sequence, and some at the end of the pack. Padding stands behind its sequence,
-so that causal attention never lets a real token see it, and nothing reads what it computes.
+Every sequence has a slot in the pack. A slot is as long as its sequence, with three exceptions:
+context parallelism cuts every slot into ``2 * cp`` chunks of equal length, sequence parallelism
+cuts a rank's whole share into ``tp`` pieces, and some layers require multiples of a unit. That
+takes a few padding tokens per sequence, and some at the end of the pack. Padding follows its
+sequence, so causal attention never lets a real token see it, and nothing reads its results.
 
 Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp``
 chunks of a slot, rank r holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same
 work under a causal mask.
 
-Sequences of a pack that begin with the same prompt share what is computed of it, all but its last
-token, which predicts the first response token of its own sequence: the pack holds the prompt once,
-and only attention sees whole sequences (``SharedPrompts``). Not under context parallelism, where
-every rank holds pieces of every sequence.
+Sequences of a pack with the same prompt share its computation, except for its last token, which
+predicts the first response token of its own sequence. The pack holds the prompt once, and only
+attention sees whole sequences (``SharedPrompts``). Context parallelism does not share prompts,
+because every rank holds pieces of every sequence.
 
 Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of
-response tokens, N = response tokens of all (of a pack: that this rank predicts), P = tokens of the
-whole pack (with every prompt as often as there are sequences), L = those that this rank computes, X
-= those of shared prompts, Y = layers, K = experts of each token.
+response tokens, N = response tokens of all sequences (in a pack: those that this rank predicts), P
+= tokens of the whole pack (each prompt counted once per sequence), L = tokens that this rank
+computes, X = tokens of shared prompts, Y = layers, K = experts of each token.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from openrlhf_ext.algorithms.segments import Packed, RowSelection, Segments
 
 
 class Prompts(NamedTuple):
-    """What rows begin with, all but the last token of the prompt: (B,) its length, and the first
-    row with the same."""
+    """The prompt of each row without its last token: (B,) its length, and the first row with the
+    same prompt."""
 
     tokens_B: np.ndarray
     first_B: np.ndarray
@@ -48,20 +47,21 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceBatch(Packed):
-    """Concatenated sequences without padding, and where their response tokens are: in several
-    ranges (of several turns) or in none. A response token at position p is predicted by the hidden
-    state at p - 1.
+    """Concatenated sequences without padding, and the positions of their response tokens.
 
-    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence,
-    None: of all. Where they travel by reference, ``routed_B`` is of each sequence what to fetch,
-    and its place in it.
+    A sequence has several ranges of response tokens (several turns), or none. The hidden state at p
+    - 1 predicts the response token at position p.
+
+    If experts are given, routers take them for the first ``told_B`` tokens of each sequence (None:
+    for all tokens). If experts travel by reference, ``routed_B`` holds for each sequence the
+    reference to fetch and the sequence's place in it.
     """
 
     tokens_M: Tensor  # int32
     lengths_B: Tensor  # int64, tokens of each sequence
     # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
     ranges_R2: Tensor
-    ranges_B: Tensor  # int64, how many ranges each sequence has
+    ranges_B: Tensor  # int64, number of ranges of each sequence
     experts_MYK: Tensor | None = None  # uint8 or int16
     told_B: Tensor | None = None  # int64
     routed_B: tuple[tuple[Any, int], ...] | None = None
@@ -102,8 +102,8 @@ class SequenceBatch(Packed):
 
     @cached_property
     def prompts(self) -> Prompts:
-        """What is before the token that predicts the first response token; nothing of a row without
-        responses."""
+        """The tokens before the one that predicts the first response token; length 0 for a row
+        without responses."""
         turns_B, tokens = self.ranges_B.numpy(), self.tokens_M.numpy()
         lengths_B = np.zeros(len(self), np.int64)
         first_range_B = np.cumsum(turns_B) - turns_B
@@ -117,8 +117,8 @@ class SequenceBatch(Packed):
         return Prompts(lengths_B, np.array(first, np.int64))
 
     def repeated(self, rows: Iterable[int]) -> list[int]:
-        """How many tokens at the beginning of each of these rows one before it has too: its prompt
-        or nothing."""
+        """Returns, for each of these rows, how many leading tokens an earlier row shares: its
+        prompt, or 0."""
         seen, counts = set(), []
         for row in rows:
             first = int(self.prompts.first_B[row])
@@ -141,7 +141,8 @@ class SequenceBatch(Packed):
         )
 
     def with_experts(self, experts_B: Sequence[np.ndarray]) -> SequenceBatch:
-        """With the experts of the first tokens of each sequence, (R_i, Y, K) uint8 or uint16."""
+        """Returns a copy with the experts of the first tokens of each sequence, (R_i, Y, K) uint8
+        or uint16."""
         told_B = np.array([len(rows) for rows in experts_B], np.int64)
         layers_YK = experts_B[0].shape[1:]
         experts_MYK = np.zeros((len(self.tokens_M), *layers_YK), experts_B[0].dtype)
@@ -157,17 +158,20 @@ class SequenceBatch(Packed):
 
     @classmethod
     def padding_row(cls) -> SequenceBatch:
-        """One row without response tokens: what a data-parallel rank runs when it got no sequence
-        of its own."""
+        """Returns one row without response tokens, for a data-parallel rank that got no
+        sequence."""
         return sequence_batch([np.zeros(2, np.int32)], [()])
 
 
 def sequence_batch(
     sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]
 ) -> SequenceBatch:
-    """Builds a batch of (S_i,) int32 sequences, prompt and response, whose response tokens are at
-    ascending [start, stop). Raises ValueError, naming the row whose ranges are not in order between
-    its second token and its end."""
+    """Builds a batch of (S_i,) int32 sequences (prompt and response) with response tokens at
+    ascending [start, stop).
+
+    Raises ValueError with the row if its ranges are not in order between its second token and its
+    end.
+    """
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
         edges = [1, *(edge for span in spans for edge in span), length]
@@ -194,10 +198,12 @@ class LogprobEntropy(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueTargets(Packed):
-    """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old
-    values), with the old values around which new ones are clipped. ``segments``: which of the N
-    response tokens are whose. ``tokens``:
-    response tokens of the whole mini-batch, of which these rows may be a share."""
+    """Targets of the critic's values on a mini-batch: returns (fp32 advantages plus old values),
+    and the old values around which new values are clipped.
+
+    ``segments``: which of the N response tokens belong to which row. ``tokens``: response tokens of
+    the whole mini-batch; these rows may be a share of it.
+    """
 
     old_values_N: Tensor
     returns_N: Tensor
@@ -215,24 +221,24 @@ class ValueTargets(Packed):
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory
-    on its own."""
+    """Returns a copy on ``device``. The host does not wait for a GPU: the copy comes from pinned
+    memory."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """How whole sequences, which attention needs, come from the tokens that are computed, and the
-    other way."""
+    """Maps between the computed tokens and the whole sequences that attention needs."""
 
-    computed_P: Tensor  # int64, which of the L computed tokens every token of the whole pack is
-    # int64, where in the whole pack the computed tokens are: a prompt in its first sequence
+    computed_P: Tensor  # int64, index into the L computed tokens of every token of the whole pack
+    # int64, position in the whole pack of each computed token; a prompt is in its first sequence
     kept_L: Tensor
-    # int64, the computed tokens of prompts of several sequences, those of most sequences first
+    # int64, the computed tokens of shared prompts, those of the most sequences first
     prompts_X: Tensor
-    # int64, where in the whole pack the first of these X tokens are once more, then twice more, ...
+    # int64, positions in the whole pack of the second copy of these X tokens, then of the third
+    # copy of the first of them, ...
     copies: Tensor
-    copy_counts: tuple[int, ...]  # how many of them these are
+    copy_counts: tuple[int, ...]  # tokens of each further copy
 
     def to(self, device: torch.device) -> SharedPrompts:
         computed_P, kept_L, prompts_X, copies = (
@@ -243,13 +249,16 @@ class SharedPrompts:
 
 
 class Routing(NamedTuple):
-    """What the routers of a mixture of experts are told of the tokens that this rank computes (of
-    its piece of them under sequence parallelism): how many of the micro-batch's tokens each of them
-    is, 0 of padding; and, if experts are given, those of the tokens ``told_L``. For all others,
-    padding and last tokens among them, routers choose. The micro-batch's tokens ``own_H``, of its
-    rows ``row_H``, are these tokens ``seen_H``: one that is computed once for several rows is in
-    each. ``weight_B``: of each row in the loss that balances the load, before its tokens' number;
-    None: there is no such loss."""
+    """The input of a mixture's routers for the tokens that this rank computes (under sequence
+    parallelism, for its piece of them).
+
+    ``times_L``: how many of the micro-batch's tokens each computed token stands for, 0 for padding.
+    ``experts_LYK``: given experts of the tokens ``told_L``; routers choose for all others,
+    including padding and last tokens. The micro-batch's tokens ``own_H``, in rows ``row_H``, are
+    the computed tokens ``seen_H``: a token computed once for several rows is in each of them.
+    ``weight_B``: the load-balancing loss's weight of a token, divided by the number of tokens of
+    each row; None: there is no such loss.
+    """
 
     times_L: Tensor  # int64
     told_L: Tensor | None  # bool
@@ -265,26 +274,27 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch as this rank computes it, its N response tokens (under context parallelism
-    perhaps none) in the order of the batch. What is known before the device computes is a plain
-    value or an index, so that nothing has to be read back."""
+    """A micro-batch as this rank computes it.
+
+    Its N response tokens (possibly none under context parallelism) are in the order of the batch.
+    Values known before the device computes are plain values or indices, so nothing is read back.
+    """
 
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence
-    # int64, which of this rank's L tokens' hidden states predict the N response tokens
+    # int64, which of this rank's L tokens have the hidden states that predict the N response tokens
     hidden_N: Tensor
     places_N: Tensor  # int64, which of the micro-batch's response tokens they are
     targets_N: Tensor  # int64, their token ids
-    # which rows of the whole batch these are, and which of its response tokens, in the order of the
-    # plan
+    # Which rows and response tokens of the whole batch these are, in the order of the plan.
     rows: slice
     tokens: slice
-    boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
+    boundaries: Tensor  # (sequences + 1,) int32, boundaries of the slots of the whole pack
     slots: tuple[int, ...]  # length of each slot in the whole pack
-    # how many of the N hidden states are in each piece of this rank's L tokens
+    # Number of the N hidden states in each piece of this rank's L tokens.
     piece_counts: tuple[int, ...]
-    shared: SharedPrompts | None  # None: every sequence has its prompt for itself
-    routing: Routing | None  # None: of a dense model
+    shared: SharedPrompts | None  # None: every sequence has its own prompt
+    routing: Routing | None  # None: a dense model
 
     @property
     def response_tokens(self) -> int:
@@ -304,10 +314,13 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackShape:
-    """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the
-    pack, each a multiple of ``piece_unit`` tokens: the tensor-parallel size under sequence
-    parallelism, else 1. ``shares_prompts``: a prompt of several sequences is computed once.
-    ``is_mixture``: routers want to know of tokens (``Routing``)."""
+    """The units of a pack's lengths.
+
+    ``pieces``: number of pieces of a rank's share of the pack, each a multiple of ``piece_unit``
+    tokens: the tensor-parallel size under sequence parallelism, else 1. ``shares_prompts``: a
+    prompt of several sequences is computed once. ``is_mixture``: routers need data about tokens
+    (``Routing``).
+    """
 
     context_parallel_size: int = 1
     pieces: int = 1
@@ -324,14 +337,17 @@ class PackShape:
         return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
 
     def repeated(self, batch: SequenceBatch, rows: Sequence[int]) -> list[int]:
-        """How many tokens at the beginning of each row of a pack are not computed again."""
+        """Returns how many leading tokens of each row of a pack are not computed again."""
         counts = batch.repeated(rows) if self.shares_prompts else [0] * len(rows)
         worth = sum(counts) * _SHARED_FROM >= np.diff(batch.sequences.bounds)[list(rows)].sum()
         return counts if worth else [0] * len(rows)
 
     def slots(self, lengths: Sequence[int], repeated: int = 0) -> tuple[int, ...]:
-        """Length of each sequence's slot; the last one takes what the tokens that are computed, all
-        but ``repeated``, need to be cut evenly."""
+        """Returns the length of each sequence's slot.
+
+        The last slot takes the padding that makes the computed tokens (all but ``repeated``) divide
+        evenly.
+        """
         slots = [-(-length // self.unit) * self.unit for length in lengths]
         slots[-1] += -(sum(slots) - repeated) % self.pack_unit
         return tuple(slots)
@@ -342,16 +358,16 @@ class PackShape:
         )
 
 
-# the part of a pack's tokens that sharing has to save is one in this many: gathering whole
-# sequences around attention moves some 50 kB a token and layer of a 7B model, which takes an H100
-# about a hundredth of its layer's time
+# Sharing must save at least one in this many of a pack's tokens: gathering whole sequences around
+# attention moves some 50 kB per token and layer of a 7B model, which takes an H100 about a
+# hundredth of its layer's time.
 _SHARED_FROM = 32
 
 
 @dataclass
 class TokenCount:
-    """Tokens in the packs that were made: of sequences, and with the padding behind them; and those
-    of prompts that were not computed again."""
+    """Token counts of the packs: of sequences, with padding, and of prompts that were not computed
+    again."""
 
     real: int = 0
     packed: int = 0
@@ -367,9 +383,11 @@ def pack(
     context_parallel_rank: int = 0,
     piece: int = 0,
 ) -> PackedBatch:
-    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response
-    tokens before it;
-    ``piece``: which of the pieces of its share this rank has."""
+    """Packs the sequences of a micro-batch.
+
+    ``first_row``, ``first_token``: number of rows and response tokens before it; ``piece``: which
+    piece of its share this rank has.
+    """
     repeated = shape.repeated(batch, range(len(batch)))
     slots = shape.slots(batch.lengths_B.tolist(), sum(repeated))
     ends = list(itertools.accumulate(slots, initial=0))
@@ -410,8 +428,8 @@ def _routing(
     piece: int,
     shared: SharedPrompts | None,
 ) -> Routing:
-    """Of a piece of the tokens at these places of the whole pack. Of a shared prompt experts are
-    those of its first row."""
+    """Returns the routing of a piece of the tokens at these places of the whole pack. A shared
+    prompt has the experts of its first row."""
     places_M, each = batch.sequences.block(slice(None)).positions(starts_B), len(mine_L) // pieces
     own_L = mine_L[piece * each : (piece + 1) * each]
     last = max(int(mine_L.max()), int(places_M.max()))
@@ -437,11 +455,13 @@ def _routing(
 def share_prompts(
     batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]
 ) -> SharedPrompts:
-    """Every prompt computed in the slot of its first sequence. ``ends``: where the slots of the
-    whole pack begin, and its end; ``repeated``: how many tokens at the beginning of each are an
-    earlier one's."""
+    """Computes every prompt in the slot of its first sequence.
+
+    ``ends``: the boundaries of the slots in the whole pack. ``repeated``: leading tokens of each
+    sequence that an earlier sequence shares.
+    """
     first = batch.prompts.first_B.tolist()
-    # the first row of each shared prompt: where the others' slots begin
+    # The first row of each shared prompt -> the starts of the other rows' slots.
     copies: dict[int, list[int]] = {}
     kept_P = torch.ones(ends[-1], dtype=torch.bool)
     for row, count in enumerate(repeated):
@@ -469,8 +489,8 @@ def share_prompts(
 def local_places(
     slots: Sequence[int], context_parallel_size: int, context_parallel_rank: int
 ) -> Tensor:
-    """(L,) int64: which places of the whole pack this context-parallel rank holds, in the order in
-    which it does."""
+    """Returns (L,) int64: the places of the whole pack that this context-parallel rank holds, in
+    its order."""
     if context_parallel_size == 1:
         return torch.arange(sum(slots))
     chunks = (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank)
@@ -484,7 +504,7 @@ def local_places(
 def _whole_pack(
     batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(P,) token ids, 0 in padding, and (P,) positions."""
+    """Returns (P,) token ids, 0 in padding, and (P,) positions."""
     whole = batch.sequences.block(slice(None))
     tokens_P = torch.zeros(sum(slots), dtype=torch.long)
     tokens_P[whole.positions(starts_B)] = batch.tokens_M.long()

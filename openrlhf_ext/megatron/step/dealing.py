@@ -1,9 +1,8 @@
-"""Which rows are computed together: in which optimizer step, on which data-parallel rank, and in
-which micro-batch.
+"""Assigns rows to optimizer steps, data-parallel ranks, and micro-batches.
 
-Rows that begin with the same prompt are cheaper together, because a pack computes a prompt once
-(``step.batch``): they are dealt along their prompts where that takes less time than the best
-balance of single rows.
+Rows with the same prompt cost less together, because a pack computes a prompt once
+(``step.batch``). They are dealt along their prompts if that takes less time than the best balance
+of single rows.
 """
 
 from __future__ import annotations
@@ -21,28 +20,30 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch
 
 
 def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``);
-    infinite: tokens alone count."""
+    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``).
+
+    With an infinite ``attention_length`` only tokens count.
+    """
     return [length * (1.0 + length / attention_length) for length in lengths]
 
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What rows cost in a model: see ``sequence_costs``, and whether packs compute the prompt of
+    """Cost model of rows: see ``sequence_costs``; ``shares_prompts``: packs compute the prompt of
     several rows once."""
 
     attention_length: float = math.inf
     shares_prompts: bool = False
 
     def of(self, batch: SequenceBatch, rows: Sequence[int]) -> np.ndarray:
-        """Relative computing time of each of these rows, one behind the other in a pack."""
+        """Relative computing time of each of these rows, in this order in one pack."""
         costs = np.array(
             sequence_costs(batch.lengths_B[list(rows)].tolist(), self.attention_length)
         )
         return costs - batch.repeated(rows) if self.shares_prompts else costs
 
     def along_prompts(self, batch: SequenceBatch) -> list[int] | None:
-        """The rows in an order in which those of a prompt are neighbors; None where that saves
+        """The rows in an order that puts rows of a prompt next to each other; None if that saves
         nothing."""
         tokens_B, first_B = batch.prompts
         again = first_B != np.arange(len(batch))
@@ -51,12 +52,15 @@ class RowCosts:
         return np.argsort(first_B, kind="stable").tolist()
 
 
-TOKENS = RowCosts()  # rows cost their tokens
+TOKENS = RowCosts()  # each row costs its tokens
 
 
 def deal_rows(batch: SequenceBatch, parts: int, costs: RowCosts) -> list[list[int]]:
-    """Each data-parallel rank's rows, at about equal cost; along their prompts where the rank with
-    the most work then has less than by ``balance_rows``."""
+    """Each data-parallel rank's rows, at about equal cost.
+
+    Rows are dealt along their prompts if the rank with the most work then has less than with
+    ``balance_rows``.
+    """
     bins = balance_rows(batch.lengths_B, parts, costs.attention_length)
     if (order := costs.along_prompts(batch)) is None:
         return bins
@@ -71,22 +75,22 @@ def deal_rows(batch: SequenceBatch, parts: int, costs: RowCosts) -> list[list[in
 
 @dataclass(frozen=True)
 class Deal:
-    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step
-    i."""
+    """One data-parallel rank's rows of the rollout batch: ``steps[i]`` are its rows in optimizer
+    step i."""
 
     steps: list[list[int]]
 
     @property
     def rows(self) -> list[int]:
-        """All of them, in the order in which the rank has them."""
+        """All rows, in the rank's order."""
         return [row for step in self.steps for row in step]
 
 
 def deal(
     batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
 ) -> list[Deal]:
-    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost
-    (``deal_rows``)."""
+    """Each data-parallel rank's rows. The rows of every optimizer step are dealt at about equal
+    cost (``deal_rows``)."""
     ranks = [Deal([]) for _ in range(data_parallel_size)]
     for chunk in chunks:
         for rank, part in zip(
@@ -106,9 +110,11 @@ def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterato
 
 def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[int]:
     """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer
-    steps of ``per_step``
-    groups: a permutation, so that no step holds the prompts that begin alike. As they are where
-    there is one step."""
+    steps of ``per_step`` groups.
+
+    A permutation, so that no step collects the prompts with a similar start; the identity if there
+    is only one step.
+    """
     order = list(range(groups))
     if groups > per_step:
         random.Random(f"{seed} {batch}").shuffle(order)
@@ -117,8 +123,8 @@ def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[
 
 @dataclass(frozen=True)
 class Sizes:
-    """What rows take of a micro-batch's capacity, and how much less where their prompt is another
-    one's in it."""
+    """How much of a micro-batch's capacity each row takes, and how much less if another row in it
+    has the same prompt."""
 
     rows: Sequence[int]
     repeated: Sequence[int]
@@ -128,8 +134,8 @@ class Sizes:
 def plan_micro_batches(
     batch: SequenceBatch, sizes: Sizes, at_least: int, costs: RowCosts, stages: int
 ) -> list[list[int]]:
-    """``micro_batches``, or those along the prompts where a pipeline of so many stages takes less
-    time with them."""
+    """``micro_batches``, or ``micro_batches_along`` the prompts if a pipeline of ``stages`` stages
+    takes less time with them."""
     each = sequence_costs(batch.lengths_B.tolist(), costs.attention_length)
     plan = micro_batches(each, sizes.rows, sizes.capacity, at_least)
     if (order := costs.along_prompts(batch)) is None:
@@ -150,8 +156,11 @@ def plan_micro_batches(
 def micro_batches_along(
     order: Sequence[int], prompt_of: Sequence[int], sizes: Sizes, at_least: int = 1
 ) -> list[list[int]]:
-    """Neighbors in ``order``, along the prompts of the rows, in as few micro-batches as that takes,
-    or in ``at_least`` so many, and these about equally full."""
+    """Neighbors in ``order``, along the prompts of the rows, in micro-batches that are about
+    equally full.
+
+    The number of micro-batches is the smallest possible, or ``at_least`` if that is larger.
+    """
     count = max(at_least, len(_runs(order, prompt_of, sizes, sizes.capacity)))
     least, most = 1, sizes.capacity
     while least < most:
@@ -182,9 +191,12 @@ def _runs(
 def balance_rows(
     lengths_B: Tensor, parts: int, attention_length: float = math.inf
 ) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may
-    stay empty. The longest go first, each to the rank with the least work so far: never worse than
-    4/3 of the optimum (Graham 1969)."""
+    """Deals rows to ``parts`` data-parallel ranks so that they compute for about the same time;
+    some may stay empty.
+
+    The longest rows go first, each to the rank with the least work so far: never worse than 4/3 of
+    the optimum (Graham 1969).
+    """
     costs = sequence_costs(lengths_B.tolist(), attention_length)
     bins = _deal(costs, [0] * len(costs), 1, parts)
     assert bins is not None, "rows of size 0 fit everywhere"
@@ -197,11 +209,11 @@ def micro_batches(
     """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost,
     the costliest first.
 
-    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row
-    larger than that gets a micro-batch of its own. ``at_least``: how many to make even if fewer
-    would do, empty ones when rows are few.
+    ``sizes``: how much of a micro-batch's capacity each row takes (tokens, or 1 to count rows); a
+    row larger than the capacity gets its own micro-batch. ``at_least``: minimum number of
+    micro-batches; some are empty if there are few rows.
     """
-    # rows that cannot share a micro-batch with each other, and those that fill one
+    # Lower bound: rows that cannot share a micro-batch with each other, and the total size.
     alone = sum(2 * size > capacity for size in sizes)
     least = max(at_least, alone, -(-sum(min(size, capacity) for size in sizes) // capacity))
     bins, count, step = _deal(costs, sizes, capacity, least), least, 1 + least // 256
@@ -222,8 +234,11 @@ def _deal(
     costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int
 ) -> list[list[int]] | None:
     """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if
-    one finds none. Bins without room wait apart, by what they hold, until a smaller row comes:
-    sizes mostly fall with the costs."""
+    a row finds no room.
+
+    Bins without room wait in a second heap, by their fill, until a smaller row comes: sizes mostly
+    fall with the costs.
+    """
     bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
     open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
     tight: list[tuple[int, int]] = []  # heap of (filled, bin)
@@ -232,7 +247,7 @@ def _deal(
         while tight and tight[0][0] <= most:
             _, chosen = heapq.heappop(tight)
             heapq.heappush(open_bins, (loads[chosen], chosen))
-        while open_bins and filled[open_bins[0][1]] > max(most, 0):  # an empty one takes any row
+        while open_bins and filled[open_bins[0][1]] > max(most, 0):  # an empty bin takes any row
             _, chosen = heapq.heappop(open_bins)
             heapq.heappush(tight, (filled[chosen], chosen))
         if not open_bins:

@@ -40,7 +40,7 @@ GROUPS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
 
 
 class NoGradientError(RuntimeError):
-    """Adapters got a gradient of exactly zero although the mini-batch has advantages."""
+    """The gradient of the adapters is exactly zero although the mini-batch has advantages."""
 
 
 def build_optimizer(
@@ -50,8 +50,10 @@ def build_optimizer(
     dtype: torch.dtype,
     on_host: bool = False,
 ) -> MegatronOptimizer:
-    """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16.
-    ``on_host``: its states wait in host memory (``HostOptimizer``)."""
+    """Builds Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16.
+
+    ``on_host``: its states are in host memory between updates (``HostOptimizer``).
+    """
     adam = options.adam
     config = OptimizerConfig(
         optimizer="adam",
@@ -67,9 +69,8 @@ def build_optimizer(
         use_distributed_optimizer=megatron.distributed_optimizer_enable,
         overlap_param_gather=megatron.overlap_param_gather,
     )
-    # without it the distributed optimizer keeps master weights of its own, and hands gradients over
-    # as ``grad``
-    # (megatron-core 0.19.2 optimizer/distrib_optimizer.py:422, 2774)
+    # Without this, the distributed optimizer keeps its own master weights and passes gradients as
+    # ``grad`` (megatron-core 0.19.2 optimizer/distrib_optimizer.py:422, 2774).
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     if has_transformer_engine():
         _take_its_kernels()
@@ -77,16 +78,18 @@ def build_optimizer(
     for part in single_optimizers(optimizer) if on_host else ():
         if part.optimizer is not None:
             part.optimizer = HostOptimizer(part.optimizer)
-    # what its step asks for before it clips and moves anything (megatron-core 0.19.2
-    # optimizer/optimizer.py:1866)
+    # ``step`` calls this before it clips or changes anything (megatron-core 0.19.2
+    # optimizer/optimizer.py:1866).
     optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
     return optimizer
 
 
 def _take_its_kernels() -> None:
-    """megatron-core 0.19.2 takes TransformerEngine's kernels for the norm and the clip of gradients
-    if there is one of release 2.14 among them (optimizer/clip_grads.py:10), and otherwise waits for
-    the GPU at every tensor."""
+    """Sets TransformerEngine's kernels for the norm and the clipping of gradients.
+
+    megatron-core 0.19.2 takes them only if one of them is of release 2.14
+    (optimizer/clip_grads.py:10), and otherwise waits for the GPU at every tensor.
+    """
     from transformer_engine.pytorch import optimizers
 
     clip_grads.multi_tensor_applier = optimizers.multi_tensor_applier
@@ -95,8 +98,11 @@ def _take_its_kernels() -> None:
 
 
 def single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
-    """Those that Megatron has chained: of experts, and of all else. A rank without parameters of a
-    kind has an inner optimizer of None there."""
+    """Returns the optimizers that Megatron has chained: one for experts, one for the other
+    parameters.
+
+    A rank without parameters of a kind has an inner optimizer of None for it.
+    """
     return [] if optimizer is None else list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -115,7 +121,7 @@ def _finite_norm(norm: Callable[[], float]) -> float:
 
 
 def final_lr(options: Optimizer) -> float:
-    """Rate at the end of the schedule; only cosine_with_min_lr does not end at zero."""
+    """Returns the rate at the end of the schedule; only cosine_with_min_lr does not end at zero."""
     return (
         options.adam.lr * options.min_lr_ratio
         if options.lr_scheduler == "cosine_with_min_lr"
@@ -155,9 +161,11 @@ def build_scheduler(
 def advance(
     scheduler: OptimizerParamScheduler, options: Optimizer, updates: int, share: Fraction | None
 ) -> None:
-    """Moves a schedule of ``updates`` steps to the rate of the next update: to that ``share`` of
-    the whole, or one step on where none is given. A warm-up of a number of steps goes by steps in
-    any case."""
+    """Moves a schedule of ``updates`` steps to the rate of the next update.
+
+    That is the rate at ``share`` of the whole, or one step further if ``share`` is None. A warm-up
+    given as a number of steps always counts steps.
+    """
     is_counted = isinstance(options, Actor) and options.lr_warmup_steps is not None
     if share is None or (is_counted and scheduler.num_steps < scheduler.lr_warmup_steps):
         scheduler.step(1)
@@ -166,8 +174,7 @@ def advance(
     scheduler.step(0)
 
 
-# ---- the norm of the gradient by group of parameters, of the whole model, each gradient counted
-# once ----------------
+# ---- gradient norm by parameter group, over the whole model, each gradient counted once
 
 
 def group_of(name: str) -> str:
@@ -191,9 +198,11 @@ def group_of(name: str) -> str:
 def gradient_squares(
     models: Sequence[DistributedDataParallel], layout: ParallelLayout, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will
-    use, before clipping, and whether it has any of the group: to be added up over all ranks for
-    ``gradient_norms``."""
+    """Returns fp64 (groups,) squared norms of this rank's share of the next update's gradients,
+    before clipping, and whether it has any gradient of the group.
+
+    ``gradient_norms`` needs their sums over all ranks.
+    """
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
@@ -208,9 +217,11 @@ def gradient_squares(
 
 
 def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[str, float]:
-    """``{"grad_norm/<group>": norm}`` of the whole model. The squares of all groups add up to that
-    of the global norm; groups without parameters of their own are left out (the head of a model
-    with tied embeddings)."""
+    """Returns ``{"grad_norm/<group>": norm}`` of the whole model.
+
+    The squares of all groups add up to the square of the global norm. Groups without own parameters
+    are left out (the head of a model with tied embeddings).
+    """
     found = zip(GROUPS, squares, present, strict=True)
     return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
 
@@ -223,7 +234,8 @@ def buffers_of(model: DistributedDataParallel) -> list[Any]:
 def _counted_gradients(
     model: DistributedDataParallel, layout: ParallelLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(parameter, gradient) of what this rank counts: no other rank counts the same elements."""
+    """Yields (parameter, gradient) of the elements that this rank counts: no other rank counts the
+    same elements."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     sharded = model.ddp_config.use_distributed_optimizer
     copies = [(buffer, layout.copy(rank)) for buffer in model.buffers]
@@ -236,7 +248,7 @@ def _counted_gradients(
                 param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
             ):
                 continue
-            if sharded:  # the reduction left the sum in this rank's part of the bucket only
+            if sharded:  # the reduction leaves the sum in this rank's part of the bucket only
                 low, high = _own_range(buffer, bucket)
                 start, stop = max(start, low), min(stop, high)
             if start < stop:

@@ -1,10 +1,10 @@
-"""Micro-batches of a built model through Megatron's pipeline schedules, and what ranks of a model
-exchange beside them.
+"""Runs the micro-batches of a built model through Megatron's pipeline schedules, and exchanges
+values between its ranks.
 
-Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never
-sent. Every public method of ``Schedule`` is a collective over all ranks of the model unless it says
-otherwise. Shape suffixes: B = sequences, N = response tokens of a micro-batch that this rank
-predicts, L = its tokens on this rank, H = hidden size.
+Every stage knows every micro-batch, and so the shape of everything it will receive: shapes are
+never sent. Every public method of ``Schedule`` is a collective over all ranks of the model unless
+it says otherwise. Shape suffixes: B = sequences, N = response tokens of a micro-batch that this
+rank predicts, L = its tokens on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StageCommunicator(P2PCommunicator):
     Megatron-core 0.19.2 sends the shapes first and posts its operations in the order (send to
     previous, receive from previous, send to next, receive from next). With two stages both
     neighbors are the same rank, and messages between two ranks match in the order in which they are
-    posted: under the interleaved schedule a gradient then arrives where an activation is awaited,
+    posted. Under the interleaved schedule a gradient then arrives where an activation is expected,
     silently if both have the same shape (pipeline_parallel/p2p_communication.py:18, 213). Here
     every rank posts its receives in the order in which its neighbor posts the matching sends.
     ``lengths``: tokens of each micro-batch in a message (those of one rank), in the order of the
@@ -68,8 +68,8 @@ class StageCommunicator(P2PCommunicator):
         super().__init__(pp_group, config)
         rank, last = pp_group.rank(), pp_group.size() - 1
         order = schedule_order(len(lengths), chunks, pp_group.size())
-        # activations enter the first chunk of the first stage from nowhere, as gradients do the
-        # last of the last
+        # The first chunk of the first stage receives no activations, and the last chunk of the last
+        # stage no gradients.
         self._from_prev = self._shapes(lengths, order, skip_first_chunk=rank == 0)
         self._from_next = self._shapes(lengths, order, skip_first_chunk=rank == last)
 
@@ -89,8 +89,8 @@ class StageCommunicator(P2PCommunicator):
         recv_next: bool,
         **_,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """(received from previous, received from next, nothing to wait for); Megatron's one shape
-        is not used."""
+        """Returns (received from previous, received from next, no request to wait for); ignores
+        Megatron's single shape."""
         from_prev = self._empty(self._from_prev) if recv_prev else None
         from_next = self._empty(self._from_next) if recv_next else None
         operations = [
@@ -125,8 +125,8 @@ def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[i
 def pipeline_arguments(
     config: TransformerConfig, lengths: Sequence[int], chunks: int
 ) -> dict[str, Any]:
-    """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out;
-    {} without PP."""
+    """Returns arguments that make Megatron's pipeline schedules use ``StageCommunicator``, with all
+    groups; {} without PP."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
         return {}
@@ -145,8 +145,8 @@ def pipeline_arguments(
 
 
 def agreed(tensor: Tensor, device: torch.device) -> Tensor:
-    """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the
-    last bit."""
+    """Returns the first tensor-parallel rank's tensor, on the CPU: the other ranks' copies may
+    differ in the last bit."""
     on_device = tensor.to(device)
     group = parallel_state.get_tensor_model_parallel_group()
     dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
@@ -154,14 +154,14 @@ def agreed(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_over_replicas(tensor: Tensor, device: torch.device) -> Tensor:
-    """Sum over the data-parallel ranks, the same bits on every rank if those of each replica
-    agree."""
+    """Returns the sum over the data-parallel ranks, bitwise the same on every rank if each
+    replica's ranks agree."""
     group, on_device = parallel_state.get_data_parallel_group(), tensor.to(device)
     if not tensor.is_floating_point():
         dist.all_reduce(on_device, group=group)
         return on_device.to(tensor.device)
-    # in the order of the ranks: what a reduction adds first is its own business, and may differ
-    # between groups
+    # Sum in the order of the ranks: an all-reduce does not guarantee an order of summation, which
+    # may differ between groups.
     parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, on_device, group=group)
     return torch.stack(parts).sum(0).to(tensor.device)
@@ -179,16 +179,19 @@ def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
 
 
 def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
-    """The values of all response tokens of this micro-batch in order; differentiable. A collective
-    of the context-parallel ranks, each of which gives those of its own: when all go on to compute
-    the same loss, the gradient of each entry goes to the rank that gave it."""
+    """Returns the values of all response tokens of this micro-batch in order; differentiable.
+
+    A collective of the context-parallel ranks; each contributes the values of its own tokens. If
+    all ranks then compute the same loss, the gradient of each entry goes to the rank that
+    contributed it.
+    """
     mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
     return sum_ranks(mine, parallel_state.get_context_parallel_group())
 
 
 class TokenValues:
-    """``count`` fp32 values of every response token of a batch, which the micro-batches of a plan
-    give one by one."""
+    """``count`` fp32 values of every response token of a batch, collected micro-batch by
+    micro-batch."""
 
     def __init__(
         self, batch: SequenceBatch, plan: Sequence[list[int]], count: int, device: torch.device
@@ -197,14 +200,14 @@ class TokenValues:
         self._planned = torch.zeros(count, batch.responses.tokens, device=device)
 
     def keep(self, part: PackedBatch, values: Sequence[Tensor]) -> None:
-        """Those of the tokens that this rank predicts, which are the other context-parallel ranks'
-        zeros."""
+        """Stores the values of the tokens that this rank predicts; they are zeros on the other
+        context-parallel ranks."""
         mine = torch.stack([value.float() for value in values])
         self._planned[:, part.tokens].scatter_(1, part.places_N.expand_as(mine), mine)
 
     def in_order(self) -> list[Tensor]:
-        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of
-        its ranks."""
+        """Returns (N,) values on the CPU in the order of the batch, on every rank of the replica. A
+        collective of its ranks."""
         planned = sum_ranks(self._planned, parallel_state.get_context_parallel_group())
         broadcast_from_last_stage(planned, self._device)
         segments, inverse = self._responses.select(self._order), np.argsort(self._order).tolist()
@@ -217,7 +220,7 @@ LossFunction = Callable[[PackedBatch, Tensor], PackLoss]
 
 
 class Schedule:
-    """Pipeline schedules over the micro-batches of batches; ``counted``: tokens of packs since
+    """Pipeline schedules over the micro-batches of batches; ``counted``: pack tokens since
     ``take_count``."""
 
     def __init__(self, model: BuiltModel) -> None:
@@ -225,20 +228,22 @@ class Schedule:
         self.counted = TokenCount()
         settings = model.settings
         self._costs = row_costs(model.shape, settings.megatron, settings.layout)
-        self._names: list[str] = []  # of the metrics that any rank has given so far
+        self._names: list[str] = []  # names of the metrics that any rank has reported so far
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
-        """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a
-        budget of tokens, at about equal costs. Every data-parallel rank gets as many micro-batches,
-        so some may be empty."""
+        """Returns the rows of each micro-batch of this data-parallel rank, at about equal costs.
+
+        A micro-batch has a fixed number of rows, or as many as fit a token budget. Every
+        data-parallel rank gets the same number of micro-batches, so some may be empty.
+        """
         costs, sizes = self._costs, self._sizes(batch, forward_only)
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        # interleaved schedules want whole rounds of micro-batches
+        # Interleaved schedules require whole rounds of micro-batches.
         multiple = stages if len(self._model.chunks) > 1 else 1
         fewest = plan_micro_batches(batch, sizes, multiple, costs, stages)
         most = -(-self._most(len(fewest)) // multiple) * multiple
-        # dealt to that many they are about equal; that fails only where rows are hard to fit, and
-        # empty ones do then
+        # Dealt to that many micro-batches, the rows are about balanced. If rows are hard to fit,
+        # that fails; the fewest micro-batches are then filled up with empty ones.
         plan = (
             fewest if len(fewest) == most else plan_micro_batches(batch, sizes, most, costs, stages)
         )
@@ -251,13 +256,14 @@ class Schedule:
             capacity = (settings.rollout if forward_only else settings.train).micro_batch_size
             return Sizes([1] * rows, [0] * rows, capacity)
         shape = self._pack_shape
-        # sequences share what the end of a pack takes
+        # Padding at the end of a pack is shared by its sequences, so a single row does not count
+        # it.
         slots = PackShape(shape.context_parallel_size)
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
         sizes = [slots.slots([length])[0] for length in batch.lengths_B.tolist()]
-        # attention keeps its input and output of whole sequences: of what a layer keeps of a token
-        # less than a quarter, or less than half where it keeps nothing of the MLP
-        # (recompute_modules mlp)
+        # A shared prompt token is assumed to save half of its memory: attention keeps its input and
+        # output for whole sequences, less than a quarter of the bytes that a layer keeps of a
+        # token, or less than half if it keeps nothing of the MLP (recompute_modules mlp).
         return Sizes(sizes, (batch.prompts.tokens_B // 2).tolist(), max(capacity, shape.pack_unit))
 
     def _most(self, count: int) -> int:
@@ -275,19 +281,21 @@ class Schedule:
         training: bool | None = None,
         taken: TakenExperts | None = None,
     ) -> list[dict[str, Tensor]]:
-        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only``
-        backward too. Returns the metrics of each micro-batch on the last stage, nothing elsewhere.
+        """Runs one pipeline schedule over all micro-batches: forward, and unless ``forward_only``
+        backward too.
 
-        ``plan``: rows of each micro-batch; one without rows computes a dummy and no loss. ``loss``
-        is called on the last stage for every micro-batch that has response tokens, with its pack
-        (on this rank's device) and the hidden states that predict its response tokens on this rank,
-        of which a context-parallel rank may have none (``part.places_N``). It should read nothing
-        back from the device: the host queues the next micro-batch meanwhile. ``training``: whether
-        modules are in training mode; None: unless ``forward_only``. ``taken`` gets the experts of a
-        mixture.
+        Returns the metrics of each micro-batch on the last stage, an empty list elsewhere.
+
+        ``plan``: rows of each micro-batch; a micro-batch without rows computes a dummy and no loss.
+        ``loss`` is called on the last stage for every micro-batch with response tokens, with its
+        pack (on this rank's device) and the hidden states that predict its response tokens on this
+        rank; a context-parallel rank may have none (``part.places_N``). ``loss`` should not
+        synchronize with the device, because the host queues the next micro-batch meanwhile.
+        ``training``: whether modules are in training mode; None: unless ``forward_only``. ``taken``
+        receives the experts of a mixture.
         """
 
-        numbers = itertools.count(1)  # each model chunk of this stage counts its own
+        numbers = itertools.count(1)  # counts the micro-batches of all model chunks of this stage
 
         def step(parts: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             part = next(parts)
@@ -301,7 +309,7 @@ class Schedule:
             self._model.gather_parameters()
         lengths = self._count_pieces(batch, plan)
         weight = 0.0 if forward_only else self._balance_weight(batch)
-        # each chunk goes through all
+        # Each chunk runs all micro-batches.
         parts = itertools.tee(self._parts(batch, plan, weight), len(self._model.models))
         with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
@@ -316,9 +324,11 @@ class Schedule:
             )
 
     def _balance_weight(self, batch: SequenceBatch) -> float:
-        """Of each token in the loss that balances a layer's load, a mean over tokens of the
-        mini-batch and layers; 0:
-        there is none. A collective of the replicas where there is."""
+        """Returns the weight of each token in the load-balancing loss, a mean over the mini-batch's
+        tokens and the layers.
+
+        0 if there is no such loss; otherwise a collective of the replicas.
+        """
         coef = self._model.settings.aux_loss_coef
         if not coef or not self._model.shape.is_mixture:
             return 0.0
@@ -361,7 +371,8 @@ class Schedule:
         return PackShape(self.config.context_parallel_size, pieces, unit, shares, is_mixture)
 
     def _count_pieces(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        """Tokens of every micro-batch on one rank, and in all of them for ``counted``."""
+        """Returns the tokens of every micro-batch on one rank, and adds the totals to
+        ``counted``."""
         shape, padding_row, pieces = self._pack_shape, [2], []
         for rows in plan:
             lengths, repeated = batch.lengths_B[rows].tolist(), sum(shape.repeated(batch, rows))
@@ -372,13 +383,14 @@ class Schedule:
         return pieces
 
     def take_count(self) -> TokenCount:
-        """Tokens of this replica's packs since the last call. Not a collective."""
+        """Returns the token counts of this replica's packs since the last call. Not a
+        collective."""
         counted, self.counted = self.counted, TokenCount()
         return counted
 
     def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
-        # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for
-        # nothing
+        # Float16Module would return the last stage's bf16 result in fp32, with twice the memory and
+        # no benefit.
         dtype = {} if self._model.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
         return model(
@@ -400,14 +412,14 @@ class Schedule:
             or not self._model.settings.megatron.overlap_grad_reduce
         ):
             return hidden[:0].sum()
-        # a bucket is reduced when the last micro-batch has given a gradient to all of its
-        # parameters, to the head's too
+        # A bucket is reduced after the last micro-batch has given a gradient to all of its
+        # parameters, including the head's.
         return hidden[:0].sum() + self._model.output_embedding()[:0].sum()
 
     @contextmanager
     def _training(self, training: bool) -> Iterator[None]:
-        """Megatron recomputes activations only in training mode, in which alone the state of
-        converters moves."""
+        """Sets the training mode: Megatron recomputes activations, and converters change their
+        state, only in that mode."""
         for model in self._model.models:
             model.train(training)
         try:
@@ -423,10 +435,13 @@ class Schedule:
         count: int,
         routed: list[SequenceBatch] | None = None,
     ) -> list[Tensor]:
-        """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its
-        replica; ``values`` gives the ``count`` values of those that a rank predicts, from the pack
-        and what ``response_states`` gives. ``routed`` gets the batch with the experts that a
-        mixture's routers took."""
+        """Returns (N,) fp32 values of this data-parallel rank's response tokens, on every rank of
+        its replica.
+
+        ``values`` computes the ``count`` values of the tokens that a rank predicts, from the pack
+        and the result of ``response_states``. ``routed`` receives the batch with the experts that a
+        mixture's routers chose.
+        """
         plan = self.plan(batch, forward_only=True)
         kept = TokenValues(batch, plan, count, self.device)
         taken = (
@@ -447,9 +462,12 @@ class Schedule:
     def sum_metrics(
         self, shares: Sequence[dict[str, Tensor]], more: Sequence[Tensor] = ()
     ) -> tuple[dict[str, float], list[list[float]]]:
-        """The shares of all micro-batches and data-parallel ranks added up, and ``more``: fp64
-        vectors of every rank; identical on every rank. All of it leaves the device at once, when
-        the names are those of an earlier call."""
+        """Returns the sums of all micro-batches' and data-parallel ranks' shares, and of ``more``:
+        fp64 vectors of every rank.
+
+        The result is identical on every rank. It takes one read from the device if an earlier call
+        had the same names.
+        """
         numbers = (
             [item for share in shares for item in share.items()] if self._counts_metrics() else []
         )
@@ -466,7 +484,7 @@ class Schedule:
     def _sum(
         self, numbers: Sequence[tuple[str, Tensor]], more: Sequence[Tensor]
     ) -> tuple[dict[str, float], list[list[float]]] | None:
-        """Nothing where any rank has a number whose name is new."""
+        """Returns None if any rank has a number with a new name."""
         known = {name: place for place, name in enumerate(self._names)}
         new = any(name not in known for name, _ in numbers)
         named = [] if new else numbers
@@ -505,5 +523,5 @@ def planned_rows(plan: Sequence[list[int]]) -> list[int]:
 
 
 def one(device: torch.device) -> Tensor:
-    """The token count that Megatron's schedules ask for and that nothing here divides by."""
+    """Returns the token count that Megatron's schedules require; nothing here divides by it."""
     return torch.ones((), dtype=torch.int, device=device)
