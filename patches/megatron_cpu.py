@@ -9,7 +9,7 @@ TP, PP, DP, CP and SP (found by tracing):
                                param_and_grad_buffer.py:1180,1186, rotary_pos_embedding.py:162,
                                distrib_optimizer.py:1362, state_dict_saver.py:252
   device="cuda"                pipeline_parallel/schedules.py:749,1121,2292,
-  optimizer/optimizer.py:698,702,1249,
+                               optimizer/optimizer.py:698,702,1249,
                                optimizer/clip_grads.py:112,180, utils.py:1332,
                                transformer/utils.py:39
   tensor.cuda()                language_module.py:307, rope_utils.py:62, distrib_optimizer.py:1374
@@ -17,12 +17,13 @@ TP, PP, DP, CP and SP (found by tracing):
   torch.cuda.synchronize()     p2p_communication.py:263, filesystem_async.py:248
   pin_memory=True              rope_utils.py:63
   "torch.cuda.FloatTensor"     optimizer.py:1009, clip_grads.py:174,
-  distrib_optimizer.py:401,466,758 CUDA random states
-  tensor_parallel/random.py:107,136,303-308,490
+                               distrib_optimizer.py:401,466,758
+  CUDA random states           tensor_parallel/random.py:107,136,303-308,490
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
   streams and events           transformer/moe/token_dispatcher.py:469,922-949: sizes on their way
-  to the host import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every
-  schedule, not called on a CPU
+                               to the host
+  import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every schedule,
+                               not called on a CPU
 Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left
 undefined. And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which
 overlap.param_gather leads to (param_and_grad_buffer.py:515), corrupt the heap. Two processes that

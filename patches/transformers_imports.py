@@ -4,8 +4,9 @@ detects objects.
 Dependency: transformers 5.19.0.
 
 Wrong there: modules that every process needs import, at their top, what a few uses need:
-  models/auto/auto_factory.py:41                     generation (torch's compiler, FSDP), for remote
-  models loss/loss_for_object_detection.py:27 and others    scipy.optimize
+  models/auto/auto_factory.py:41                   generation (torch's compiler, FSDP), for remote
+                                                   models
+  loss/loss_for_object_detection.py:27 and others  scipy.optimize
 That is a second of a processor in the driver and in every command that reads a tokenizer, a third
 of one in an engine.
 

@@ -51,8 +51,7 @@ class CovarianceOptions(
 class CovarianceControl(GroupRelative, TokenAlgorithm):
     """Chooses tokens by the covariance of advantage and log-prob.
 
-        cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the
-        mini-batch
+        cov_it = (A_i - mean A)(new_it - mean new)           means over all tokens of the mini-batch
 
     The choice belongs to the whole mini-batch under the current policy: `prepare` makes it, of the
     whole or of all its shares together; the loss of a complete mini-batch calls `prepare` itself,

@@ -4,11 +4,10 @@ What OpenRLHF 0.11.2 computes (`trainer/ppo_utils/experience_maker.py:238`, `mod
 number by number:
 
     r_i = penalized reward of the completion, minus the method's baseline, in `reward_clip`
-    r_it = [t = T_i] r_i - kl_coef KL_it                                a KL in the reward, within
-    +-10 A_it = sum_{s >= t} gamma^(s - t) r_is                              then whitened, where
-    the method does J = mean over all tokens of f(w_it, A_it)
-    `policy_loss_type ppo`, log w within +-20 J = 1/B sum_i 1/T_i sum_t f(s_i, A_it)
-                 `gspo`, s_i = exp(1/T_i sum_t log w_it)
+    r_it = [t = T_i] r_i - kl_coef KL_it            a KL in the reward, within +-10
+    A_it = sum_{s >= t} gamma^(s - t) r_is          then whitened, where the method does
+    J = mean over all tokens of f(w_it, A_it)       `policy_loss_type ppo`, log w within +-20
+    J = 1/B sum_i 1/T_i sum_t f(s_i, A_it)          `gspo`, s_i = exp(1/T_i sum_t log w_it)
 
 A KL in the loss is a mean over all tokens, whatever `agg` is.
 

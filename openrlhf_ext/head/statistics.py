@@ -3,8 +3,7 @@
 A part of a token's logits ``u`` (a slice of the vocabulary, or a rank's shard) is described by four
 numbers:
 
-    m = max u        s = sum exp(u - m)        w = sum exp(u - m) (u - m)        t = u[target], 0 if
-    not in the part
+    m = max u  s = sum exp(u - m)  w = sum exp(u - m) (u - m)    t = u[target], 0 if not in the part
 
 Parts combine without a loss of precision, because every exponential is at most 1: with
 ``M = max m``, ``d = m - M``:

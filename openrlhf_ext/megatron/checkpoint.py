@@ -7,10 +7,12 @@ parameter's elements on each data-parallel rank, and every rank writes its own r
 gathered to save (Megatron's ``fully_reshardable`` format gathers all optimizer states of a replica
 in the host memory of each of its ranks), and nothing is exchanged to load.
 
-    <folder>/index.json                which piece of which tensor is in which file
-    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model,
-    sums of its tensors <folder>/rank00000.safetensors     what the rank holds: model.<name>,
-    optimizer.<state>.<name>, average.<name> <folder>/rank00000.json            its random states
+    <folder>/index.json             which piece of which tensor is in which file
+    <folder>/state.json             steps of optimizer and schedule, layout, shape of the model,
+                                    sums of its tensors
+    <folder>/rank00000.safetensors  what the rank holds: model.<name>, optimizer.<state>.<name>,
+                                    average.<name>
+    <folder>/rank00000.json         its random states
 
 ``<converter>.<name>`` is the state of a layer converter, which is the same on all ranks of a stage:
 TransformerEngine's own (``_extra_state``) is a pickle, so its tensors are stored instead.

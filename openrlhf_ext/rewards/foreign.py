@@ -1,9 +1,9 @@
 """Reward functions of verl and TRL, called as
 ``reward_func(queries, prompts, labels, completions)``.
 
-    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score":
-    number, ...}   verl f(completions, **columns) -> a list of numbers or None
-                                     TRL
+    verl: compute_score(data_source, solution_str, ground_truth, extra_info=None)
+              -> number or {"score": number, ...}
+    TRL:  f(completions, **columns) -> a list of numbers or None
 
 TRL's get all completions of a prompt at once, verl's one. A run hands on one column, the label: it
 is the column that a function reads, or an object whose keys are the columns. What a function needs

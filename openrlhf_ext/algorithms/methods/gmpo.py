@@ -25,8 +25,7 @@ class Gmpo(GroupRelative, SequenceAlgorithm):
 
         A_i = (r_i - mean r)/(std r + adv_eps)
         c_it = min(log w_it, log_clip) where A_i > 0, max(log w_it, -log_clip) elsewhere
-        J = 1/G sum_i A_i exp(1/T_i sum_t c_it)                         eq. 4; the clip range of its
-        sec. 3.2
+        J = 1/G sum_i A_i exp(1/T_i sum_t c_it)                eq. 4; the clip range of its sec. 3.2
     """
 
     kl_places = ("reward",)

@@ -26,8 +26,9 @@ class OnPolicyDistillation(TokenAlgorithm):
     """Reverse KL to a guide on the policy's own samples, token by token; rewards are metrics only,
     and one completion per prompt is enough.
 
-        A_it = log pi_guide(o_it) - log pi_old(o_it), within +-most_gap         both at the rollout
-        temperature J = mean over all tokens of f(w_it, A_it)
+        A_it = log pi_guide(o_it) - log pi_old(o_it), within +-most_gap
+            both at the rollout temperature
+        J = mean over all tokens of f(w_it, A_it)
 
     In the mean over samples the gradient of J at w = 1 is that of `-KL(pi || pi_guide)` of each
     token's distribution.

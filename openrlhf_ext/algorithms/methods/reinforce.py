@@ -20,7 +20,7 @@ class Reinforce(ReturnAlgorithm):
     """REINFORCE++ (Hu et al., arXiv 2501.03262): discounted returns, whitened over all tokens of
     the rollout batch; one completion per prompt is enough.
 
-        R_it = sum_{s >= t} gamma^(s - t) r_is                          r_is: reward at the end, KL
-        per token A_it = (R_it - mean R)/sqrt(max(var R, adv_eps))
+        R_it = sum_{s >= t} gamma^(s - t) r_is      r_is: reward at the end, KL per token
+        A_it = (R_it - mean R)/sqrt(max(var R, adv_eps))
         J = mean over all tokens of f(w_it, A_it)
     """

@@ -24,8 +24,8 @@ class ReinforceBaseline(ReturnAlgorithm):
     of the whole batch divides.
 
         R_it = r_i - mean r - sum_{s >= t} kl_coef KL_is
-        A_it = (R_it - mean R)/sqrt(max(var R, adv_eps))                over all tokens of the
-        rollout batch J = mean over all tokens of f(w_it, A_it)
+        A_it = (R_it - mean R)/sqrt(max(var R, adv_eps))    over all tokens of the rollout batch
+        J = mean over all tokens of f(w_it, A_it)
     """
 
     def baselined(self, rewards_B: Tensor, inputs: Inputs) -> Tensor:

@@ -3,10 +3,10 @@ beside this file.
 
     options   theirs: [ours, their default]; ours null: read by the rules only
     rules     ours: a Python expression of their values, ``v(name)``; None: nothing is set, ...:
-    null is set
+              null is set
     notes     theirs: [an expression, what is said where it is true]
     lines     theirs, * for any text: what becomes of it; nothing: names of which there is nothing
-    to say
+              to say
 
 A value that is given and has no option and no rule has a line: nothing is dropped in silence.
 """
