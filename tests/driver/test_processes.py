@@ -10,6 +10,7 @@ import pytest
 
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import processes
+from openrlhf_ext.driver.job import build_experience
 from openrlhf_ext.driver.preflight import findings
 from openrlhf_ext.driver.processes import AuxiliaryModels
 from openrlhf_ext.driver.settings import (
@@ -20,6 +21,7 @@ from openrlhf_ext.driver.settings import (
     reward_settings,
 )
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.megatron.step.dealing import TOKENS
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.response import EngineStartError
 from tests.driver.simulated import run_config
@@ -170,24 +172,37 @@ def test_a_guide_is_kept_like_a_reference_or_scores_on_ranks_of_its_own(task, tm
         "reference": settings.model_path,
         "guide": str(tmp_path / "guide"),
     }
-    parts = AuxiliaryModels().experience_parts(config, policy=POLICY)
+    parts = AuxiliaryModels().scorers(config, policy=POLICY)
     assert (parts["guide"].group, parts["guide"].method) == (POLICY, "guide_logprobs")
     assert (parts["reference"].group, parts["reference"].method) == (POLICY, "reference_logprobs")
 
     config = load_config(task.options("out", **guided, guide__num_gpus_per_node=4))
     assert policy_settings(config, steps=1).host_copies == {}
-    scorer = AuxiliaryModels(frozen={"guide": OWN}).experience_parts(config, policy=POLICY)["guide"]
+    scorer = AuxiliaryModels(frozen={"guide": OWN}).scorers(config, policy=POLICY)["guide"]
     assert (scorer.group, scorer.method) == (OWN, "forward")
+
+
+def parts_of(config):
+    """What the experience maker is built from, without processes."""
+    return SimpleNamespace(
+        config=config,
+        policy=POLICY,
+        auxiliary=AuxiliaryModels(),
+        tokenizer=SimpleNamespace(eos_token_id=0),
+    )
 
 
 def test_the_experience_maker_gets_only_what_the_run_needs(task):
     config = load_config(task.options("out"))
-    assert AuxiliaryModels().experience_parts(config, policy=None) == {"critic": None, "kl": None}
+    assert AuxiliaryModels().scorers(config, policy=None) == {}
+    made = build_experience(parts_of(config), TOKENS)
+    assert made.critic is made.kl is made.scoring.values is None
     config = load_config(task.options("out", algo__kl__init_coef=0.1, algo__kl__target=0.2))
-    parts = AuxiliaryModels().experience_parts(config, policy=POLICY)
+    parts = AuxiliaryModels().scorers(config, policy=POLICY)
     assert (parts["reference"].group, parts["reference"].method) == (POLICY, "reference_logprobs")
-    assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
-    parts = AuxiliaryModels(frozen={"reference": OWN}).experience_parts(config, policy=POLICY)
+    kl = build_experience(parts_of(config), TOKENS).kl
+    assert (kl.value, kl.target, kl.horizon) == (0.1, 0.2, 10000)
+    parts = AuxiliaryModels(frozen={"reference": OWN}).scorers(config, policy=POLICY)
     assert (parts["reference"].group, parts["reference"].method) == (OWN, "forward")
 
 
@@ -213,7 +228,7 @@ def test_a_reward_model_is_laid_out_as_the_policy_and_the_critic_starts_from_it(
         critic.model_path == settings.model_path == str(task.folder / "policy")
         and critic.normalize_values
     )
-    scorer = AuxiliaryModels(reward=OWN).experience_parts(config, policy=POLICY)["reward"]
+    scorer = AuxiliaryModels(reward=OWN).scorers(config, policy=POLICY)["reward"]
     assert (scorer.group, scorer.method) == (OWN, "forward")
 
 

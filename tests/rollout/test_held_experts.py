@@ -198,7 +198,7 @@ def test_an_expert_goes_to_its_rows_when_it_comes_and_is_let_go(
                 yield name, frame
 
         held = HeldWeights(model_of(experts), plan, workers)
-        held.keep_experts()
+        held.before_reload()
         kernel = {name: getattr(experts, name) for name in ("w13_weight", "w2_weight")}
         for name, parameter in kernel.items():
             setattr(
