@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import openrlhf_ext
-from benchmarks import option_tables
+from benchmarks import harness, option_tables
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ estimator, *own = sys.argv[1:]
 assert f" + --algo.{estimator}.<key>" in format_help("algo")
 assert "torch" not in sys.modules, "what is listed is not imported"
 assert f"--algo.{estimator}.pull  <number > 0>" in format_help(f"algo.{estimator}", *own)
-from option_tables import format_markdown
+from benchmarks.option_tables import format_markdown
 
 in_table = "| `pull` | number > 0 (`1`) | leave_one_out | factor of every advantage |" in format_markdown()
 assert in_table == (estimator != "custom")
@@ -94,7 +94,9 @@ def test_one_file_is_a_method(tmp_path, estimator):
     shutil.copytree(
         Path(openrlhf_ext.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
-    shutil.copy(option_tables.__file__, tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    for program in (harness, option_tables):
+        shutil.copy(program.__file__, tmp_path / "benchmarks")
     folder = package / "algorithms/methods" if estimator != "custom" else tmp_path
     (folder / "leave_one_out.py").write_text(METHOD)
     shutil.copy(ROOT / "examples/data/explain_rollouts.jsonl", tmp_path / "rollouts.jsonl")

@@ -17,7 +17,7 @@ from openrlhf_ext.driver.cluster import MixedCluster, RaySession, start_with_ret
 from openrlhf_ext.driver.waits import DeadlineExceeded
 from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.process import own_identity
-from tests.megatron.test_watchdog import monitors
+from tests.groups.test_watchdog import monitors
 from tests.patience import PATIENCE_S
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.megatron import checkpoint, watchdog
+from openrlhf_ext.groups import watchdog
+from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import check_loaded, load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
