@@ -137,9 +137,9 @@ def test_a_reward_model_grades_and_both_policy_and_critic_learn(tmp_path):
     records = [record for record in task.metrics("reward") if record["step"]]
     means = [record["reward/mean"] for record in records]
     assert len(means) == 16 and sum(means[12:]) / 4 > sum(means[:4]) / 4 + 0.25
-    assert (
-        records[-1]["loss/value"] < records[0]["loss/value"] and records[-1]["staleness/max"] == 1
-    )
+    losses = [record["loss/value"] for record in records]
+    # of four steps: which batch is the last one depends on how fast the engines were
+    assert sum(losses[12:]) < sum(losses[:4]) and records[-1]["staleness/max"] == 1
     assert all(record["reward/failures"] == 0 for record in records)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
