@@ -94,7 +94,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "silent_faults_cpu.json": (
         "benchmarks/silent",
         "openrlhf_ext/run/corridor.py",
-        "openrlhf_ext/driver/gauges.py",
+        "openrlhf_ext/driver/description.py",
         "openrlhf_ext/rollout/sync",
         "openrlhf_ext/ranks/movement.py",
         "openrlhf_ext/sft/gauges.py",

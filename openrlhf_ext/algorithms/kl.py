@@ -1,7 +1,8 @@
 """KL to a reference policy: the estimators k1, k2, k3 and where they act.
 
 `kl_coef` of an algorithm is the k3 penalty in the loss. The `kl=` mapping of `get_algorithm`
-chooses another estimator, or puts the penalty into the reward.
+chooses another estimator, or puts the penalty into the reward. `KLCoefficient` steers the
+coefficient from batch to batch.
 
 Shape suffixes: N = tokens.
 """
@@ -18,6 +19,8 @@ from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.option_blocks import Options, parse
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.options import Float, Violation, option
+
+_MAX_KL_ERROR = 0.2
 
 
 def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -150,3 +153,30 @@ def reward_kl(penalty: KLPenalty, batch: RolloutBatch, most: float | None = None
         f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments
     )
     return penalty_N
+
+
+class KLCoefficient:
+    """The KL penalty's coefficient for the next batch: constant, or controlled so that the mean KL
+    per token in nats reaches ``target`` within ``horizon`` samples.
+
+    D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593,
+    section 2.2, with the mean KL per token (as OpenRLHF) instead of the KL per completion.
+    """
+
+    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Multiplies the coefficient by
+        ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+            self.value *= 1 + error * samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the state for a checkpoint."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continues from a state."""
+        self.value = float(state["value"])

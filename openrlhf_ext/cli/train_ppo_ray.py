@@ -23,7 +23,8 @@ from openrlhf_ext.config import (
 )
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.trained import TrainedConfig
-from openrlhf_ext.driver import guard, preflight, trials
+from openrlhf_ext.driver import guard, preflight
+from openrlhf_ext.driver.trials import Tried, with_user_code
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import TerminalHandler
@@ -84,7 +85,7 @@ def _loaded(argv: list[str]) -> RunConfig:
     try:
         return load_config(argv, more_rules=rules, choice=chosen_layout)
     except ConfigError as error:
-        raise (trials.with_user_code(error, seen[0]) if seen else error) from None
+        raise (with_user_code(error, seen[0]) if seen else error) from None
 
 
 @contextlib.contextmanager
@@ -116,9 +117,7 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart))
 
 
-def dry_run(
-    config: RunConfig, trials: Sequence[trials.Tried] = (), resumption: Sequence[str] = ()
-) -> int:
+def dry_run(config: RunConfig, trials: Sequence[Tried] = (), resumption: Sequence[str] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then
     the configuration.
 
@@ -154,9 +153,7 @@ def dry_run(
     return 2 if not found.starts else 3 if unknown else 0
 
 
-def dry_run_json(
-    config: RunConfig, trials: Sequence[trials.Tried], resumption: Sequence[str]
-) -> int:
+def dry_run_json(config: RunConfig, trials: Sequence[Tried], resumption: Sequence[str]) -> int:
     """The same; unless the run would not start, prints what its first event would say, for
     programs."""
     from openrlhf_ext.driver.about import about_run

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch
+from openrlhf_ext.algorithms.kl import KLCoefficient
 from openrlhf_ext.driver.critic import ValueTrainer
 from openrlhf_ext.driver.description import describe, shown_samples, text_metrics
-from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.rollouts import Group
 from openrlhf_ext.driver.scoring import Get, Scored, Scoring
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
@@ -69,9 +69,7 @@ class ExperienceMaker:
         Old log-probs come from the weights ``version``. Raises ValueError as ``Scoring.score``
         does.
         """
-        started = time.perf_counter()
         scored = self.scoring.score(groups, self.batches, get)
-        shaping = time.perf_counter()
         if self.kl is not None:  # a copy that keeps the method's own state
             self.algorithm = self.algorithm.with_kl_coef(self.kl.value)
         shaped = self.algorithm.shape(scored.rollout)
@@ -82,7 +80,10 @@ class ExperienceMaker:
         if scored.old is None:
             for shard, own in zip(shards, scored.deals, strict=True):
                 shard.sequences = scored.routed.select(own.rows)
-        seconds = {"time/logprob": shaping - started, "time/shape": time.perf_counter() - shaping}
+        seconds = {
+            "time/logprob": scored.ended - scored.started,
+            "time/shape": time.perf_counter() - scored.ended,
+        }
         return Experience(scored, shaped, shards, version, shown, seconds)
 
     @torch.no_grad()

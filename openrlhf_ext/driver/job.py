@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from openrlhf_ext.algorithms.kl import KLCoefficient
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import (
     algorithm_name,
@@ -31,7 +32,6 @@ from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import ExperienceMaker
 from openrlhf_ext.driver.gauges import StepGauges
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.loop import Parts, TrainingLoop
 from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.processes import (
@@ -212,9 +212,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     start.of_ranks = session.rank_progress
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
-        engines_of_guide = config.guide.num_engines if config.guide_samples else 0
-        counts = config.world_size, config.vllm.num_engines, engines_of_guide
-        logger.info("starting %d policy ranks, %d rollout engines, %d of a guide", *counts)
+        _say_what_starts(config)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
 
@@ -280,6 +278,13 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         trained=trained,
         resumed=resumed,
     )
+
+
+def _say_what_starts(config: RunConfig) -> None:
+    counts = config.world_size, config.vllm.num_engines
+    logger.info("starting %d policy ranks and %d rollout engines", *counts)
+    if config.guide_samples:
+        logger.info("and %d engines of the guide", config.guide.num_engines)
 
 
 def _say_what_is_built(config: RunConfig, prompts: int, steps: int) -> None:

@@ -128,6 +128,7 @@ class TrainingLoop(Parts):
                 if trained is not None:
                     trained |= self.publish()
                     described = self.describe(made)  # the engines already sample again
+                    del made  # its shards are as large as the batch
             if trained is None:
                 self.go_back(groups, self.judge.why)
                 continue

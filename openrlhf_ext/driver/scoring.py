@@ -8,6 +8,7 @@ completions, n = those of one replica.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,8 @@ class Scored:
     ``chunks``: the rows of each optimizer step; ``deals``: those of each data-parallel rank.
     ``rollout``: the batch that the method shapes. ``old``: the policy's log-probs and entropies
     before the step, None if the training pass computes them. ``source``: whose log-probs the loss
-    compares with (``config.estimator.old_logprobs``).
+    compares with (``config.estimator.old_logprobs``). ``started``, ``ended``: seconds of
+    ``time.perf_counter`` around the forward passes.
     """
 
     groups: Sequence[Group]
@@ -111,6 +113,8 @@ class Scored:
     old: LogprobEntropy | None
     source: str
     engine_entropies: bool
+    started: float
+    ended: float
 
     @property
     def samples(self) -> list[Response]:
@@ -151,8 +155,9 @@ class Scoring:
         samples = responses_of(groups, self.group_size)
         batch = sequences_of(samples)
         routed = routed_by_engines(batch, samples) if self.replays else batch
-        chunks, deals = self.dealt(routed)
+        started = time.perf_counter()
         pending = self._start(batch)
+        chunks, deals = self.dealt(routed)
         old = self._forward(routed, deals, get) if self.source == "policy" else None
         scores: dict[str, Any] = {name: each.result(get) for name, each in pending.items()}
         if "rewards" in scores:
@@ -160,6 +165,7 @@ class Scoring:
             samples = responses_of(groups, self.group_size)
         for sample in samples:
             sample.check_reward()
+        ended = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         if self.source == "engine":
             rollout = dataclasses.replace(rollout, old_logprobs=_of_engines(rollout))
@@ -175,6 +181,8 @@ class Scoring:
             old,
             self.source,
             self.engine_entropies,
+            started,
+            ended,
         )
 
     def ordered(self, groups: Sequence[Group], number: int) -> list[Group]:

@@ -16,10 +16,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, bit_sums, words
-
-vllm_moe.PATCH.apply()  # in a worker that vLLM spawned, no other code has applied patches
 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as loaded (fused_moe/oracle/unquantized.py:416)."""

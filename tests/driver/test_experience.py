@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, kl
-from openrlhf_ext.algorithms.kl import KLPenalty
+from openrlhf_ext.algorithms.kl import KLCoefficient, KLPenalty
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.driver import scoring
 from openrlhf_ext.driver.description import recounted
 from openrlhf_ext.driver.experience import Described, ExperienceMaker, training_shards
-from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import Scorer, Scoring, responses_of, rollout_batch
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms.kl import KLCoefficient
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_loss
 from openrlhf_ext.driver.critic import ValueTrainer, value_shards
 from openrlhf_ext.driver.description import reference_kl, value_metrics
-from openrlhf_ext.driver.kl import KLCoefficient
 from openrlhf_ext.driver.scoring import Scorer
 from tests.megatron.reference import make_batch
 from tests.ranks.helpers import LocalGroup, get
