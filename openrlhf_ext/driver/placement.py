@@ -201,7 +201,12 @@ class RankGroup:
         ]
 
     def _start(self, rank: int, address: str | None, port: int | None) -> Any:
+        # The names are there before the process has threads: adding one to the environment later
+        # moves the array that another thread may be reading (glibc's setenv and getenv). The actor
+        # sets the values.
+        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
         options = self.actor_class.options(
+            runtime_env={"env_vars": dict.fromkeys(names, "0")},
             num_cpus=self.reservation.actor_gpus,
             num_gpus=self.reservation.actor_gpus,
             scheduling_strategy=self.reservation.slot(self.bundles[rank]),

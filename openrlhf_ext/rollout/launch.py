@@ -121,6 +121,10 @@ def create_rollout_engines(
     actor_class = ray.remote(RolloutEngine)
     environment = {
         **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant),
+        # OpenRLHF's constructor sets these two. A name that the process starts with is not added
+        # to the environment while Ray's threads may be reading it.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         **more_env,
     }
 

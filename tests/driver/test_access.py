@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -104,16 +105,16 @@ def processes() -> list[psutil.Process]:
 
 
 def listeners() -> set[Listener]:
-    return {
-        Listener(
-            connection.laddr.ip.removeprefix("::ffff:"),
-            connection.laddr.port,
-            f"{process.pid} {process.name()}",
-        )
-        for process in processes()
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    found = set()
+    for process in processes():
+        # one of an earlier test may end meanwhile
+        with suppress(psutil.NoSuchProcess):
+            name = f"{process.pid} {process.name()}"
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    address = connection.laddr.ip.removeprefix("::ffff:")
+                    found.add(Listener(address, connection.laddr.port, name))
+    return found
 
 
 def settings() -> dict[str, str | None]:
