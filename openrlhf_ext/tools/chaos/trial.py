@@ -49,34 +49,33 @@ class Campaign:
             log = self.undisturbed / "log0"
             said = log.read_text(errors="replace").partition("the run failed")[2]
             short = [f"--{name} {seconds}" for name, seconds in DEADLINES.items() if name in said]
-            hint = (
-                f" (chaos sets {', '.join(short)} unless they are given: give longer ones)"
-                if short
-                else ""
-            )
+            hint = ""
+            if short:
+                hint = f" (chaos sets {', '.join(short)} unless they are given: give longer ones)"
             wrong.append(f"the undisturbed run ended with {status}; what it said: {log}{hint}")
-        steps = max(
-            (r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0
-        )
+        records = read_records(self.undisturbed / "run/metrics.jsonl")
+        steps = max((record["step"] for record in records), default=0)
         return time.monotonic() - began, wrong, steps
 
     def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
         """Starts the run, does to it what was drawn, goes on until it has ended in order, and
         judges."""
-        pending, rows, wrong, began = (
-            list(drawn),
-            list[dict[str, Any]](),
-            list[str](),
-            time.monotonic(),
-        )
+        began = time.monotonic()
+        pending = list(drawn)
+        rows: list[dict[str, Any]] = []
+        wrong: list[str] = []
         statuses: list[int | None] = []
         while 0 not in statuses and len(statuses) < len(drawn) + 2:
             words = ["--train.max_restarts", str(restarts)]
-            words += ["--ckpt.load_enable"] if statuses else []
-            words += ["--ckpt.fallback_enable"] if statuses or restarts else []
+            if statuses:
+                words.append("--ckpt.load_enable")
+            if statuses or restarts:
+                words.append("--ckpt.fallback_enable")
             until = time.monotonic() + _ENDS_S + 2 * self.seconds + _FAULT_S * len(pending)
             status, found = self._start(folder, words, pending, until, rows)
-            statuses, wrong = [*statuses, status], wrong + found
+            statuses.append(status)
+            wrong += found
+
         exact = self.exact and all(
             FAULTS[row["fault"]].exact for row in rows if "missed" not in row
         )
@@ -111,11 +110,10 @@ class Campaign:
         run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
         try:
             while pending:
-                drawn, known = pending[0], max((row["reached"] + 1 for row in rows), default=0)
+                drawn = pending[0]
                 # what the last fault does is seen before the next one comes
-                if not run.reach(
-                    drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until
-                ):
+                step = max([drawn.step, *(row["reached"] + 1 for row in rows)])
+                if not run.reach(drawn.phase, step, FAULTS[drawn.fault].victim, until):
                     break
                 rows.append(_inject(run, pending.pop(0)))
                 if drawn.fault.endswith("_command"):  # it ends, after the step under way
@@ -179,8 +177,9 @@ def run_command(
             f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
         )
         (folder / "reward.py").write_text(made)
-    own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words, *own]
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words]
+    for option, value in given.items():
+        command += [f"--{option}", str(value)]
     return [*command, "--train.full_determinism_enable", *more]
 
 
@@ -209,24 +208,19 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
         kinds = {event["event"] for event in noticed}
         went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
-        row["result"] = (
-            "restarted"
-            if "restart" in kinds
-            else f"ended with {status}"
-            if status and not following
-            else "engine replaced"
-            if "engine_replaced" in kinds
-            else "went on"
-            if went_on
-            else "overtaken by the next"
-        )
-        if row["result"] in ("went on", "overtaken by the next"):
+        if "restart" in kinds:
+            row["result"] = "restarted"
+        elif status and not following:
+            row["result"] = f"ended with {status}"
+        elif "engine_replaced" in kinds:
+            row["result"] = "engine replaced"
+        else:
+            row["result"] = "went on" if went_on else "overtaken by the next"
             continue
         row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following["from"] if following else None]
-        row["said"] = next(
-            iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), ""
-        )
+        said = re.search(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)
+        row["said"] = said[0] if said else ""
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
         # it did not listen to signals yet
@@ -234,17 +228,19 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         own = FAULTS[row["fault"]].names
         # what an earlier fault of this start has stopped may be noticed only now
         earlier = [FAULTS[each["fault"]].names for each in here[: here.index(row)]]
-        if not unheard and not re.search(
-            "|".join(filter(None, [own, *earlier])) if own else "", text
-        ):
+        names = "|".join(filter(None, [own, *earlier]))
+        if own and not unheard and not re.search(names, text):
             wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
 
 
 def _all_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """Records, also those that were moved aside by a restart, or removed with the run folder."""
-    paths = [path for kept in (REMOVED, "run") for path in (folder / kept).glob(f"{name}.jsonl*")]
-    return [record for path in paths for record in read_records(path)]
+    records: list[dict[str, Any]] = []
+    for kept in (REMOVED, "run"):
+        for path in (folder / kept).glob(f"{name}.jsonl*"):
+            records += read_records(path)
+    return records
 
 
 def _calls(folder: Path) -> list[float]:
@@ -284,21 +280,25 @@ def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether all held, of at least one fault; runs that nothing was done to count only if
     something was wrong.
     ``effective``: the time of undisturbed runs over that of the disturbed ones."""
-    rows = [row for trial in trials for row in trial["faults"] if "missed" not in row]
-    trials = [t for t in trials if t["wrong"] or any("missed" not in row for row in t["faults"])]
-    failed = sum(bool(trial["wrong"]) for trial in trials)
-    effective = sum(t["undisturbed_seconds"] for t in trials) / max(
-        1e-9, sum(t["seconds"] for t in trials)
-    )
-    held = f"{len(trials) - failed} of {len(trials)} runs with {len(rows)} faults held"
-    sentence = (
-        f"{held}; effective training time {effective:.0%}"
-        if trials
-        else "no fault could be done to a run"
-    )
+    counted, faults = [], 0
+    for trial in trials:
+        done = sum("missed" not in row for row in trial["faults"])
+        faults += done
+        if done or trial["wrong"]:
+            counted.append(trial)
+
+    failed = sum(bool(trial["wrong"]) for trial in counted)
+    usual = sum(trial["undisturbed_seconds"] for trial in counted)
+    effective = usual / max(1e-9, sum(trial["seconds"] for trial in counted))
+    sentence = "no fault could be done to a run"
+    if counted:
+        sentence = (
+            f"{len(counted) - failed} of {len(counted)} runs with {faults} faults held; "
+            f"effective training time {effective:.0%}"
+        )
     return {
-        "held": bool(rows) and not failed,
-        "faults": len(rows),
+        "held": faults > 0 and not failed,
+        "faults": faults,
         "effective": effective,
         "sentence": sentence,
     }
