@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -115,12 +116,12 @@ def batch_metrics(
     }
     if rollout.entropies is not None:
         metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
-        metrics["entropy/completion_mean"] = mean_entropies(
-            rollout.entropies, rollout.segments
-        ).mean()
+        means_B = mean_entropies(rollout.entropies, rollout.segments)
+        metrics["entropy/completion_mean"] = means_B.mean()
         if rollout.old_logprobs is not None:
-            pair = rollout.entropies, rollout.old_logprobs
-            metrics["entropy/surprise_correlation"] = -_correlation(*pair, rollout.segments)
+            metrics["entropy/surprise_correlation"] = -_correlation(
+                rollout.entropies, rollout.old_logprobs, rollout.segments
+            )
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
@@ -164,9 +165,9 @@ def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float
     ).unique(dim=0, return_inverse=True)
     zeros = torch.zeros(len(prefixes), dtype=torch.float64)
     sums = zeros.index_add(0, of_B, a_B / lengths_B)
-    has_both = zeros.index_add(0, of_B, (a_B > 0).double()).gt(0) & zeros.index_add(
-        0, of_B, (a_B < 0).double()
-    ).gt(0)
+    positive = zeros.index_add(0, of_B, (a_B > 0).double())
+    negative = zeros.index_add(0, of_B, (a_B < 0).double())
+    has_both = positive.gt(0) & negative.gt(0)
     if bool(has_both.any()):
         metrics["conflict/prefix_advantage"] = float(sums[has_both].mean())
         metrics["conflict/prefix_penalized"] = float((sums[has_both] < 0).double().mean())
@@ -186,16 +187,15 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     """Returns accuracy, mean score, the mean of every number that the reward function returned in
     ``extra_logs``, and the number of ungraded samples."""
-    names = sorted({name for sample in samples for name in sample.extra_logs} - {FAILED_KEY})
-    logs = {
-        f"reward_log/{name}": statistics.fmean(
-            s.extra_logs[name] for s in samples if name in s.extra_logs
-        )
-        for name in names
-    }
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, number in sample.extra_logs.items():
+            numbers[name].append(number)
+    failures = sum(numbers.pop(FAILED_KEY, [0.0]))
+    logs = {f"reward_log/{name}": statistics.fmean(numbers[name]) for name in sorted(numbers)}
     scores = [graded(sample.score) for sample in samples]
     logs |= {"accuracy/mean": accuracy(scores), "score/mean": sum(scores) / len(scores)}
-    return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
+    return logs | {"reward/failures": failures}
 
 
 def text_metrics(
@@ -204,7 +204,8 @@ def text_metrics(
     """Returns the mean prompt length, the fraction of prompts that the engines saw with other
     tokens, and the fractions of distinct completions and of uncut ones that end in one of
     ``end_tokens``. ``samples`` has equally many of each prompt."""
-    each, changed = len(samples) // len(prompts), 0
+    each = len(samples) // len(prompts)
+    changed = 0
     for prompt, response in zip(prompts, samples[::each], strict=True):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         changed += response.tokens_S[: response.actions[0][0]].tolist() != ids
@@ -220,7 +221,9 @@ def text_metrics(
         (number // each, response.tokens_S.tobytes()) for number, response in enumerate(samples)
     }
     metrics["response/distinct"] = len(distinct) / len(samples)
-    return metrics | ({"response/ended": ended / len(whole)} if whole else {})
+    if whole:
+        metrics["response/ended"] = ended / len(whole)
+    return metrics
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
@@ -229,16 +232,18 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
     samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
-    ages = [
-        (version - then, stop - start)
-        for sample in samples
-        for then, start, stop in sample.versions
-    ]
-    mixed = sum(len({then for then, _, _ in sample.versions}) > 1 for sample in samples)
+    ages: set[int] = set()
+    total = tokens = mixed = 0
+    for sample in samples:
+        own = {version - then for then, _, _ in sample.versions}
+        ages |= own
+        mixed += len(own) > 1
+        for then, start, stop in sample.versions:
+            total += (version - then) * (stop - start)
+            tokens += stop - start
     return {
-        "staleness/mean": sum(age * tokens for age, tokens in ages)
-        / sum(tokens for _, tokens in ages),
-        "staleness/max": float(max(age for age, _ in ages)),
+        "staleness/mean": total / tokens,
+        "staleness/max": float(max(ages)),
         "staleness/mixed_fraction": mixed / len(samples),
     }
 
@@ -260,13 +265,14 @@ def advantage_gauges(
     sums_B = torch.cat(
         [block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()]
     )
+    kept_QG = shaped.kept.view(-1, group_size)
     a_QG = (sums_B / segments.lengths_B.clamp(min=1)).view(-1, group_size)
     r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
-    a_QG, r_QG = (
-        torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG)
-    )
+    a_QG = torch.where(kept_QG, a_QG, 0.0)
+    r_QG = torch.where(kept_QG, r_QG, 0.0)
     gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}
-    a_QG, r_QG = (values_QG - values_QG.mean(1, keepdim=True) for values_QG in (a_QG, r_QG))
+    a_QG = a_QG - a_QG.mean(1, keepdim=True)
+    r_QG = r_QG - r_QG.mean(1, keepdim=True)
     unequal_Q = r_QG.abs().amax(1) > 0
     if bool(unequal_Q.any()):
         gauges["advantage/group_rms"] = float(a_QG[unequal_Q].square().mean(1).sqrt().mean())
@@ -284,9 +290,7 @@ def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[
         share = mini_batch.select(block.rows)
         loss = mini_batch.algorithm.loss(logprobs_N[block.tokens].double(), share)
         totals["expected/loss"] += float(loss.value)
-        totals["expected/alignment"] += (
-            float(loss.metrics["alignment"]) if "alignment" in loss.metrics else math.nan
-        )
+        totals["expected/alignment"] += float(loss.metrics.get("alignment", math.nan))
     return totals
 
 
@@ -327,22 +331,23 @@ def mismatch_gauges(
     """
     if not segments.tokens:
         return {}
-    blocks, sequences = [], []
+    blocks = []
+    sequences = []
     for block in segments.blocks():
         d_n = policy_N[block.tokens].double() - rollout_N[block.tokens]
         sequences.append(block.sums(d_n))
         blocks.append(_block_sums(d_n, band))
     sums = torch.stack(blocks)
     forward, reverse, absolute, outside = (sums[:, :4].sum(0) / segments.tokens).tolist()
+    log_sum = sums[:, 5].logsumexp(0)
+    log_sum_of_squares = sums[:, 6].logsumexp(0)
     return {
         "kl/rollout": forward,
         "kl/rollout_reverse": reverse,
         "kl/rollout_max_abs": float(sums[:, 4].max()),
         "mismatch/mean_abs": absolute,
         "mismatch/exp_mean_abs": math.exp(absolute),
-        "mismatch/ess_tokens": _effective_fraction(
-            sums[:, 5].logsumexp(0), sums[:, 6].logsumexp(0), segments.tokens
-        ),
+        "mismatch/ess_tokens": _effective_fraction(log_sum, log_sum_of_squares, segments.tokens),
         "mismatch/ess_completions": effective_sample_fraction(
             torch.cat(sequences)[segments.lengths_B > 0]
         ),
@@ -377,14 +382,14 @@ def policy_mismatch(
 ) -> dict[str, float]:
     """Returns ``mismatch_gauges`` of the policy's completions; those of a guide differ on purpose.
     Empty if an engine reported no log-probs."""
-    guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
+    guide_B = rollout.from_guide
+    engines_N = rollout.rollout_logprobs
+    segments = rollout.segments
     if engines_N is None:
         return {}
     rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
-    policy_N, engines_N = (
-        segments.take(rollout["old_logprobs"], rows),
-        segments.take(engines_N, rows),
-    )
+    policy_N = segments.take(rollout["old_logprobs"], rows)
+    engines_N = segments.take(engines_N, rows)
     return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)
 
 
@@ -429,12 +434,13 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
 def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
     """Returns the largest difference between the log-probs of the guide's ranks and engines on the
     guide's completions; empty if there are none."""
-    rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
+    rows = rollout.from_guide
+    ranks_N = rollout.guide_logprobs
+    engines_N = rollout.rollout_logprobs
     if rows is None or not bool(rows.any()) or ranks_N is None or engines_N is None:
         return {}
-    ranks_n, engines_n = (
-        rollout.segments.take(values_N, rows) for values_N in (ranks_N, engines_N)
-    )
+    ranks_n = rollout.segments.take(ranks_N, rows)
+    engines_n = rollout.segments.take(engines_N, rows)
     return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
 
 
@@ -442,12 +448,14 @@ def value_metrics(shaped: LossBatch) -> dict[str, float]:
     """Returns means over completion tokens under the names of docs/metrics.md;
     ``explained_variance`` only if it is defined."""
     values_N, returns_N = shaped["values"], shaped["returns"]
-    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
-    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
+    metrics = {
+        "value/mean": float(float64_sum(values_N)) / len(values_N),
+        "value/return_mean": float(float64_sum(returns_N)) / len(values_N),
+    }
     explained = explained_variance(values_N, returns_N)
-    return (
-        metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
-    )
+    if explained is not None:
+        metrics["value/explained_variance"] = float(explained)
+    return metrics
 
 
 def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
@@ -456,9 +464,8 @@ def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
     blocks = zip(
         old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
     )
-    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(
-        old_logprobs_N
-    )
+    total = sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks)
+    return total / len(old_logprobs_N)
 
 
 _SHOWN = {
@@ -476,9 +483,9 @@ def shown_samples(
     """Returns the completions of at most ``most`` groups, the earliest-drawn prompts first, in the
     form that ``SampleWriter`` takes."""
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
-    chosen = chosen_groups(
-        [sum(r.written for r in groups[position].responses) for position in order], most
-    )
+    written = []
+    for position in order:
+        written.append(sum(response.written for response in groups[position].responses))
     starts = np.cumsum([0] + [len(group.responses) for group in groups])
     of_tokens = {key: getattr(rollout, name) for name, key in _SHOWN.items()}
     of_tokens |= {
@@ -487,7 +494,8 @@ def shown_samples(
         "token_weights": shaped.token_weights,
     }
     shown = []
-    for position in (order[place] for place in chosen):
+    for place in chosen_groups(written, most):
+        position = order[place]
         prompt = groups[position].prompt
         for row, response in enumerate(groups[position].responses, start=int(starts[position])):
             span = rollout.segments.span(slice(row, row + 1))
