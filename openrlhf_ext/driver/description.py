@@ -107,7 +107,8 @@ def batch_metrics(
     rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
     """Returns means over the rollout batch under the names of docs/metrics.md."""
-    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
+    rewards = rollout.rewards.float()
+    tokens = len(rollout.tokens)
     metrics: dict[str, float | Tensor] = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
@@ -131,7 +132,8 @@ def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
     """Returns the correlation of two values per token; 0 if either value is constant."""
     sums = torch.zeros(5, dtype=torch.float64)
     for block in segments.blocks():
-        x_n, y_n = one_N[block.tokens].double(), other_N[block.tokens].double()
+        x_n = one_N[block.tokens].double()
+        y_n = other_N[block.tokens].double()
         sums += torch.stack([x_n.sum(), y_n.sum(), x_n @ x_n, y_n @ y_n, x_n @ y_n])
     x, y, xx, yy, xy = (sums / max(1, segments.tokens)).tolist()
     spread = math.sqrt(max(0.0, (xx - x * x) * (yy - y * y)))
@@ -178,7 +180,8 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
     """Returns (B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all
     rewards are equal (eq. 12)."""
     _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
-    zeros, rewards_B = torch.zeros(len(sizes_Q), dtype=torch.float64), rollout.rewards.double()
+    zeros = torch.zeros(len(sizes_Q), dtype=torch.float64)
+    rewards_B = rollout.rewards.double()
     centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
     std_Q = (zeros.index_add(0, index_B, centered_B.square()) / (sizes_Q - 1).clamp(min=1)).sqrt()
     return torch.where(centered_B.abs() <= 1e-8, 0.0, centered_B / std_Q.clamp(min=1e-8)[index_B])
@@ -307,7 +310,8 @@ def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
         ("mismatch/trained", "alignment"),
         ("mismatch/reference", "ref_kl"),
     ):
-        first, expected = metrics.get(f"first/{of}"), metrics.get(f"expected/{of}")
+        first = metrics.get(f"first/{of}")
+        expected = metrics.get(f"expected/{of}")
         if first is not None and expected is not None:
             kept[gauge] = abs(first - expected)
     return kept
@@ -360,9 +364,11 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
     the band; the largest |d|; the logarithms of the sums of w and of w squared."""
     if not len(d_n):
         return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
-    largest, (low, high) = d_n.max(), band
+    largest = d_n.max()
+    low, high = band
     relative_n = (d_n - largest).exp_()  # at most 1: its sums do not overflow
-    w_n, abs_n = relative_n * largest.exp(), d_n.abs()
+    w_n = relative_n * largest.exp()
+    abs_n = d_n.abs()
     outside = (len(d_n) - ((w_n >= low) & (w_n <= high)).sum()).double()
     logs = largest + relative_n.sum().log(), 2 * largest + relative_n.square_().sum().log()
     return torch.stack(
@@ -447,7 +453,8 @@ def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
 def value_metrics(shaped: LossBatch) -> dict[str, float]:
     """Returns means over completion tokens under the names of docs/metrics.md;
     ``explained_variance`` only if it is defined."""
-    values_N, returns_N = shaped["values"], shaped["returns"]
+    values_N = shaped["values"]
+    returns_N = shaped["returns"]
     metrics = {
         "value/mean": float(float64_sum(values_N)) / len(values_N),
         "value/return_mean": float(float64_sum(returns_N)) / len(values_N),

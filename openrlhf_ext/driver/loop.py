@@ -472,7 +472,7 @@ class TrainingLoop(Parts):
     def _engine_stats(self) -> list[dict[str, Any]]:
         """Returns the engines' statistics since the last call, those of a guide's engines
         included."""
-        results: list[dict[str, Any]] = []
+        results = []
         for supervisor in self._supervisors:
             results += supervisor.ask("rollout_stats")
         for result in results:
@@ -518,7 +518,8 @@ class TrainingLoop(Parts):
         finished = groups_from_plain(state["finished"], arrays)
         # algo.entropies may have been `policy` when the other groups were sampled
         if self.experience.scoring.engine_entropies:
-            told, again = [], []
+            told = []
+            again = []
             for group in finished:
                 if all(each.entropies_T is not None for each in group.responses):
                     told.append(group)

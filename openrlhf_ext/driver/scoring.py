@@ -236,7 +236,7 @@ class Scoring:
 def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
     """Returns the completions of the groups in order. Raises ValueError if a group does not have
     ``group_size`` completions."""
-    responses: list[Response] = []
+    responses = []
     for group in groups:
         if len(group.responses) != group_size:
             raise ValueError(

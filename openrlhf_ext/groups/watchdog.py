@@ -271,13 +271,15 @@ class Watchdog:
 
     def _serve(self) -> None:
         self._listener.settimeout(_TICK_S)
-        trace, still_since = None, time.monotonic()
+        trace = None
+        still_since = time.monotonic()
         while not self._closing.is_set():
             with contextlib.suppress(OSError):  # no request, or the requester disconnected
                 self._answer()
             now = self._trace()
             if now is None or now != trace:
-                trace, still_since = now, time.monotonic()
+                trace = now
+                still_since = time.monotonic()
             elif self.stuck_s is not None and time.monotonic() - still_since > self.stuck_s:
                 self._end_process(time.monotonic() - still_since)
 
@@ -327,8 +329,8 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
     """Queries all ranks and returns a report: the first line names the suspects, then one line per
     rank."""
     states = ask_ranks(addresses)
-    reasons: list[str] = []
-    suspects: list[int] = []
+    reasons = []
+    suspects = []
     for why, ranks in find_suspects(states).items():
         named = ", ".join(f"rank {rank}" for rank in ranks)
         reasons.append(f"{why}: {named}.")
@@ -376,7 +378,8 @@ def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]
         for group, number in state.begun.items():
             furthest[group] = max(number, furthest.get(group, 0))
 
-    failed, not_arrived = [], []
+    failed = []
+    not_arrived = []
     for state in others:
         if state.phase is None and state.error is not None:
             failed.append(state.rank)

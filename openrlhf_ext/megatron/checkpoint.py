@@ -371,7 +371,8 @@ def _state_pieces(
     block: ParameterBlock, held: OptimizerRange
 ) -> Iterator[tuple[BlockRange, Tensor]]:
     """What is held of the optimizer's state of the block."""
-    low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
+    low = max(held.start, block.start)
+    high = min(held.end, block.start + block.block.numel)
     if low < high:
         for name, tensor in sorted(held.tensors.items()):
             piece = BlockRange(

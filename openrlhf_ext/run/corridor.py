@@ -161,7 +161,8 @@ class Corridor:
     def faults(self, config: Configuration) -> list[str]:
         """The options in which the run is of another recipe than the trusted ones."""
         # a file may be older than what is free now
-        now, trusted = recipe(shown_options(config)), recipe(self.options)
+        now = recipe(shown_options(config))
+        trusted = recipe(self.options)
         return [
             f"{name} is {shown(now.get(name))}, in the trusted runs {shown(trusted.get(name))}"
             for name in sorted({*now, *trusted})
@@ -241,7 +242,8 @@ def read_corridor(path: str | Path) -> Corridor:
         raise InputError(f"{error}; {remedy}") from error
     found = check(content, where, kinds, remedy=remedy)
     steps = found["steps"]
-    unknown, upside_down = [], []
+    unknown = []
+    upside_down = []
     bands: dict[str, list[tuple[float, float] | None]] = {}
     for name, sides in found["bands"].items():
         if not len(sides["low"]) == len(sides["high"]) == steps:

@@ -177,7 +177,7 @@ def _read(source: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    found: list[Path] = []
+    found = []
     for pattern in patterns:
         found += sorted(folder.glob(pattern))
     return found
@@ -379,7 +379,8 @@ def _checked(
 ) -> Iterator[Tensor]:
     """The values of the next rows, which must be those of the tensors, in order."""
     for tensor in tensors:
-        name, shape = tensor.name, tensor.shape
+        name = tensor.name
+        shape = tensor.shape
         expected = 0
         while expected < shape[0]:
             part = next(rows, None)

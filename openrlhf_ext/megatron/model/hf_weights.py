@@ -204,8 +204,15 @@ def fill_rules(
     for chunk in chunks:
         named = parameters_of(chunk, shape)
         for rule in model_rules(chunk, shape):
-            if (read := values(rule)) is not None:
-                _fill(named[rule.parameter], rule, read, shard_runs(rule, shape, own_shard(rule)))
+            if (read := values(rule)) is None:
+                continue
+            parameter = named[rule.parameter]
+            # files hold at most fp32
+            most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))
+            parts = []
+            for run in shard_runs(rule, shape, own_shard(rule)):
+                parts += run.split(most)
+            fill_shard(parameter.detach(), rule, parts, read)
 
 
 def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
@@ -216,15 +223,6 @@ def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, to
         for name, parameter in chunk.named_parameters()
         if is_of_adapter(name) == wanted
     }
-
-
-def _fill(parameter: Tensor, rule: Rule, read: Reader, runs: list[Run]) -> None:
-    # files hold at most fp32
-    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))
-    parts: list[Run] = []
-    for run in runs:
-        parts += run.split(most)
-    fill_shard(parameter.detach(), rule, parts, read)
 
 
 class Part(NamedTuple):

@@ -146,7 +146,8 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
     """All parameters of the model in HF order, each with the stage and chunk that hold it."""
     shares = layout.expert_parallel_size
     for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
-        first, last = layers.start == 0, layers.stop == shape.num_layers
+        first = layers.start == 0
+        last = layers.stop == shape.num_layers
         for rule in stage_rules(shape, layers, first, last, shares):
             share = None if rule.expert is None else rule.expert * shares // shape.num_experts
             yield Held(
@@ -184,7 +185,7 @@ def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
         rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)
     }
     experts = range(max(1, shape.num_experts // shares))
-    built: list[str] = []
+    built = []
     for name in shape.family.parameters:
         numbers = experts if "{expert}" in name else range(1)
         name = f"decoder.layers.0.{name}"
@@ -309,7 +310,8 @@ def shard_runs(rule: Rule, shape: ModelShape, shard: Shard) -> list[Run]:
     mine = []
     position = 0
     for run in runs:
-        low, high = max(begin, position), min(end, position + len(run))
+        low = max(begin, position)
+        high = min(end, position + len(run))
         if low < high:
             mine.append(Run(run.tensor, run.start + low - position, run.start + high - position))
         position += len(run)
@@ -360,7 +362,8 @@ class Piece:
     def between(self, start: int, stop: int) -> Piece:
         """What of a run of rows lies in rows [start, stop) of the tensor, of which its place is
         then counted."""
-        first, end = max(self.target, start), min(self.target + self.length, stop)
+        first = max(self.target, start)
+        end = min(self.target + self.length, stop)
         source = self.source + first - self.target
         return replace(self, target=first - start, source=source, length=max(0, end - first))
 

@@ -219,7 +219,8 @@ def _split(tensors: Sequence[Spec], bucket_bytes: int, share: int) -> Iterator[l
         for piece in _pieces(spec, bucket_bytes):
             if group and used + piece.aligned_bytes > share >> max(0, _SMALLER_BUCKETS - index):
                 yield group
-                group, used = [], 0
+                group = []
+                used = 0
                 index += 1
             group.append(piece)
             used += piece.aligned_bytes
@@ -259,7 +260,8 @@ def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
     if not tensor.is_contiguous():
         return None
     flat = tensor.detach().view(-1)
-    size, block = tensor.element_size(), 8 * _BLOCK
+    size = tensor.element_size()
+    block = 8 * _BLOCK
     if len(shape) < 2 or shape[-1] * size % (block * workers):
         return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     if tensor.shape[-1] * size % block or tensor.data_ptr() % 8:
@@ -366,7 +368,8 @@ def together(
     load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]
 ) -> Receipt:
     """An engine's receipt from its workers' (sum, entries, whether as received) of every tensor."""
-    sums, entries = [], []
+    sums = []
+    entries = []
     as_received = 0
     for tensor in zip(*workers, strict=True):
         parts, held, received = zip(*tensor, strict=True)

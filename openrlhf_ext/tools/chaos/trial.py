@@ -22,7 +22,9 @@ DEADLINES = {
     "vllm.hang_timeout_s": 15, "vllm.start_timeout_s": 120, "weight_sync.timeout_s": 15, "reward.timeout_s": 20,
     "megatron.collective_timeout_s": 20, "megatron.start_timeout_s": 120, "train.step_timeout_s": 60,
 }  # fmt: skip
-_NOTICED_S, _ENDS_S, _FAULT_S = 200.0, 420.0, 60.0
+_NOTICED_S = 200.0
+_ENDS_S = 420.0
+_FAULT_S = 60.0
 _NOTICED = ("failure", "interrupted", "engine_replaced", "restart")
 _STATUSES = {0, 1, 129, 130, 137, 143, -1, -2, -9, -15}
 _SAID = 300
@@ -140,7 +142,8 @@ class Campaign:
         for row in rows:
             if "missed" in row:
                 continue
-            at, reached = row["at"], row.pop("reached")
+            at = row["at"]
+            reached = row.pop("reached")
             noticed = at + row.get("detected_s", 0.0)  # a step that was under way is no recovery
             later = next((r for r in records if r["time"] > noticed and r["step"] > reached), None)
             if later is None:  # there was no later step to come
@@ -172,11 +175,10 @@ def run_command(
     }
     if reward is not None:
         given["reward.remote_url"] = folder / "reward.py"
-        module, name = Spoiled.__module__, Spoiled.__name__
-        made = (
-            f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        made = f"chaos.{Spoiled.__name__}({reward!r}, {str(folder)!r})"
+        (folder / "reward.py").write_text(
+            f"import {Spoiled.__module__} as chaos\n\nreward_func = {made}\n"
         )
-        (folder / "reward.py").write_text(made)
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words]
     for option, value in given.items():
         command += [f"--{option}", str(value)]
@@ -205,7 +207,10 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
-        noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
+        noticed = []
+        for event in events:
+            if event["event"] in _NOTICED and row["at"] < event["time"] <= ended:
+                noticed.append(event)
         kinds = {event["event"] for event in noticed}
         went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
         if "restart" in kinds:
@@ -217,7 +222,7 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         else:
             row["result"] = "went on" if went_on else "overtaken by the next"
             continue
-        row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
+        row["detected_s"] = min([event["time"] for event in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following["from"] if following else None]
         said = re.search(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)
         row["said"] = said[0] if said else ""
@@ -236,7 +241,7 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
 
 def _all_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """Records, also those that were moved aside by a restart, or removed with the run folder."""
-    records: list[dict[str, Any]] = []
+    records = []
     for kept in (REMOVED, "run"):
         for path in (folder / kept).glob(f"{name}.jsonl*"):
             records += read_records(path)
@@ -280,7 +285,8 @@ def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether all held, of at least one fault; runs that nothing was done to count only if
     something was wrong.
     ``effective``: the time of undisturbed runs over that of the disturbed ones."""
-    counted, faults = [], 0
+    counted = []
+    faults = 0
     for trial in trials:
         done = sum("missed" not in row for row in trial["faults"])
         faults += done

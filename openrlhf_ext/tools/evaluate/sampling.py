@@ -67,7 +67,9 @@ class TransformersSampler:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate
     ) -> None:
-        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
         options = self._options.model_copy(
@@ -102,15 +104,17 @@ class EngineSampler:
     def __init__(
         self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate
     ) -> None:
-        self._engine, self._tokenizer, self._options = engine, tokenizer, options
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._options = options
         self._eos = _eos_ids(saved_generation_config(Path(options.model or "")), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
         options = self._options
         count = options.n_samples
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-        repeated: list[list[int]] = []
-        seeds: list[int] = []
+        repeated = []
+        seeds = []
         for ids, place in zip(prompt_ids, places, strict=True):
             repeated += [ids] * count
             seeds += [derived_seed(options.seed, place, sample) for sample in range(count)]
@@ -150,9 +154,10 @@ def sample_completions(
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
     _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, options.max_new_tokens))
     config = _generation_config(model, tokenizer, options)
+    # Prompts of similar length share a batch, and so do the copies of one. The longest come first,
+    # so that the largest batch fails for memory at once rather than at the end.
     rows = [*range(len(prompts))] * options.n_samples
-    # prompts of similar length share a batch, and so do the copies of one
-    rows.sort(key=lambda row: (len(prompt_ids[row]), row))
+    rows.sort(key=lambda row: (len(prompt_ids[row]), row), reverse=True)
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, options.device)  # transformers' own wrapper of it has no type
     with (
@@ -160,7 +165,8 @@ def sample_completions(
         _seeded(options.seed, torch.device(options.device)),
         threads_for(model),
     ):
-        for batch in _chunks(rows, options.batch_size):
+        for start in range(0, len(rows), options.batch_size):
+            batch = rows[start : start + options.batch_size]
             generated = _generate(model, [prompt_ids[row] for row in batch], config)
             for row, new_ids in zip(batch, generated, strict=True):
                 completions[row].append(
@@ -248,13 +254,6 @@ def threads_for(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _chunks(order: list[int], size: int) -> Iterator[list[int]]:
-    """Longest prompts first, so that the largest batch fails for memory at once rather than at the
-    end."""
-    descending = order[::-1]
-    return (descending[start : start + size] for start in range(0, len(descending), size))
 
 
 def _generate(
