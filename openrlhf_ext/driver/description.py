@@ -162,9 +162,8 @@ def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float
     a_B = shaped.of_rows["A"] if "A" in shaped.of_rows else _group_relative(rollout)
     lengths_B = rollout.segments.lengths_B
     first_B = rollout.tokens[lengths_B.cumsum(0) - lengths_B]
-    prefixes, of_B = torch.stack(
-        [rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1
-    ).unique(dim=0, return_inverse=True)
+    beginnings = torch.stack([rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1)
+    prefixes, of_B = beginnings.unique(dim=0, return_inverse=True)
     zeros = torch.zeros(len(prefixes), dtype=torch.float64)
     sums = zeros.index_add(0, of_B, a_B / lengths_B)
     positive = zeros.index_add(0, of_B, (a_B > 0).double())
@@ -182,8 +181,10 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
     _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(sizes_Q), dtype=torch.float64)
     rewards_B = rollout.rewards.double()
-    centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
-    std_Q = (zeros.index_add(0, index_B, centered_B.square()) / (sizes_Q - 1).clamp(min=1)).sqrt()
+    means_Q = zeros.index_add(0, index_B, rewards_B) / sizes_Q
+    centered_B = rewards_B - means_Q[index_B]
+    squares_Q = zeros.index_add(0, index_B, centered_B.square())
+    std_Q = (squares_Q / (sizes_Q - 1).clamp(min=1)).sqrt()
     return torch.where(centered_B.abs() <= 1e-8, 0.0, centered_B / std_Q.clamp(min=1e-8)[index_B])
 
 
@@ -216,14 +217,15 @@ def text_metrics(
     ended = sum(
         int(response.tokens_S[response.actions[-1][1] - 1]) in end_tokens for response in whole
     )
-    metrics = {
-        "prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)
-    }
-    metrics["prompts/changed"] = changed / len(prompts)
+    lengths = sum(response.actions[0][0] for response in samples)
     distinct = {
         (number // each, response.tokens_S.tobytes()) for number, response in enumerate(samples)
     }
-    metrics["response/distinct"] = len(distinct) / len(samples)
+    metrics = {
+        "prompts/length_mean": lengths / len(samples),
+        "prompts/changed": changed / len(prompts),
+        "response/distinct": len(distinct) / len(samples),
+    }
     if whole:
         metrics["response/ended"] = ended / len(whole)
     return metrics

@@ -194,10 +194,12 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
             *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
             *zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True),
         ):
-            yield from ((parameter, main, 0) for parameter, main in zip(models, mains, strict=True))
+            for parameter, main in zip(models, mains, strict=True):
+                yield parameter, main, 0
     elif isinstance(optimizer, FP32Optimizer):
         for group in inner.param_groups:
-            yield from ((parameter, parameter, 0) for parameter in group["params"])
+            for parameter in group["params"]:
+                yield parameter, parameter, 0
     else:
         raise CheckpointError(f"checkpoints of a {type(optimizer).__name__} are not built")
 
@@ -221,7 +223,8 @@ def _steps_in_state(inner: torch.optim.Optimizer) -> bool:
 def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
     """Updates made so far. Raises CheckpointError: parameters differ in it."""
     steps = set()
-    for inner in (part.optimizer for part in single_optimizers(optimizer)):
+    for part in single_optimizers(optimizer):
+        inner = part.optimizer
         if inner is not None and _steps_in_state(inner):
             steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
         elif inner is not None:
@@ -234,7 +237,8 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
-    for inner in (part.optimizer for part in single_optimizers(optimizer)):
+    for part in single_optimizers(optimizer):
+        inner = part.optimizer
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
                 # one each: torch advances them one by one
@@ -285,11 +289,13 @@ def take_snapshot(
     sums = _sums(pieces)
     if copy:
         pieces = [(piece, tensor.to("cpu", copy=True)) for piece, tensor in pieces]
+
     file = f"{_rank_file(rank)}.safetensors"
     files = [(piece, TYPE_NAMES[tensor.dtype], file) for piece, tensor in pieces]
     everyone: list | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(files, everyone)
     index = None if everyone is None else TensorIndex.build(chain.from_iterable(everyone))
+
     state = {
         **_described(model),
         "layout": asdict(model.settings.layout),
@@ -419,6 +425,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
         problem = str(error)
+
     wait_for_all()  # some may read for long
     everyone: list[tuple[str | None, set[str]]] = [(None, set())] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, asked))
@@ -456,12 +463,11 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
     ranges = optimizer_ranges(model.optimizer)
     asked: set[str] = set()
     for block in parameter_blocks(model):
+        pieces = [(BlockRange.whole(_named(block.block, "model")), block.elements())]
         held = ranges.get(id(block.parameter))
-        states = [] if held is None else _state_pieces(block, held)
-        for piece, target in (
-            (BlockRange.whole(_named(block.block, "model")), block.elements()),
-            *states,
-        ):
+        if held is not None:
+            pieces += _state_pieces(block, held)
+        for piece, target in pieces:
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked

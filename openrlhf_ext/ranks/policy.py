@@ -131,10 +131,14 @@ class PolicyActor(TrainedActor):
             (True, settings.layout.copies),
             (False, settings.layout.expert_copies),
         ):
-            entries = sum(p.numel() for p in trained if getattr(p, "allreduce", True) == of_all)
+            entries = 0
+            for parameter in trained:
+                if getattr(parameter, "allreduce", True) == of_all:
+                    entries += parameter.numel()
             shards = copies if distributed else 1
             states += state_bytes(entries, trained[0].element_size(), shards, settings.adam_offload)
-        states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
+        frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        states += sum(parameter.nbytes for parameter in frozen)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(
@@ -231,7 +235,8 @@ class PolicyActor(TrainedActor):
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
         self.reload_states("parameters")
         copy = self.host_copies.get(name)
-        with self.policy.trained.as_loaded(), nullcontext() if copy is None else copy.swapped_in():
+        swapped = nullcontext() if copy is None else copy.swapped_in()
+        with self.policy.trained.as_loaded(), swapped:
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:

@@ -97,15 +97,17 @@ class Ownership:
         stages = layout.pipeline_parallel_size
         most_streams = 1 if shape.num_experts else most_streams
         owned = [held for held in parameters(shape, layout) if held.gives]
+
+        # (stage, copy) of every rule: an equal share of the stage's entries for each copy
         copies = max(1, min(most_streams // stages, layout.copies))
         totals = Counter[int]()
-        # (stage, copy) of every rule: an equal share of the stage's entries for each copy
         places = []
         for held in owned:
             places.append((held.stage, totals[held.stage]))
             totals[held.stage] += sum(map(math.prod, hf_shapes(held.rule, shape)))
         places = [(stage, copies * before // totals[stage]) for stage, before in places]
         used = sorted(set(places), key=lambda place: place[::-1]) if most_streams > 1 else []
+
         self.tensors: dict[str, OwnedTensor] = {}
         for held, (stage, copy) in zip(owned, places, strict=True):
             rule = held.rule
@@ -114,9 +116,8 @@ class Ownership:
                 rank: placement(rule, shape, Shard.of(rule, layout, layout.place(rank)))
                 for rank in ranks
             }
-            for number, (name, whole) in enumerate(
-                zip(rule.hf_names, hf_shapes(rule, shape), strict=True)
-            ):
+            shapes = hf_shapes(rule, shape)
+            for number, (name, whole) in enumerate(zip(rule.hf_names, shapes, strict=True)):
                 if not name:
                     continue  # a module without an adapter
                 slices = {}
@@ -125,6 +126,7 @@ class Ownership:
                         slices[rank] = own
                 stream = used.index((stage, copy)) if used else 0
                 self.tensors[name] = OwnedTensor(rule, held.chunk, number, whole, slices, stream)
+
         givers: list[set[int]] = [set() for _ in range(max(1, len(used)))]
         for tensor in self.tensors.values():
             givers[tensor.stream].update(tensor.slices)

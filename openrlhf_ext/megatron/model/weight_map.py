@@ -253,9 +253,9 @@ def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
         return [_in_stack(rule, run, starts) for run in runs]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
-    length = hf_shapes(rule, shape)[0][rule.axis]
+    whole = Run(0, 0, hf_shapes(rule, shape)[0][rule.axis])
     padding = shape.padded_vocab_size(size) - shape.vocab_size if rule.split == "vocab" else 0
-    return [Run(0, 0, length), *([Run(None, 0, padding)] if padding else [])]
+    return [whole, Run(None, 0, padding)] if padding else [whole]
 
 
 def _qkv_runs(shape: ModelShape) -> Iterator[Run]:

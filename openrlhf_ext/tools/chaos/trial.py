@@ -145,16 +145,18 @@ class Campaign:
             at = row["at"]
             reached = row.pop("reached")
             noticed = at + row.get("detected_s", 0.0)  # a step that was under way is no recovery
-            later = next((r for r in records if r["time"] > noticed and r["step"] > reached), None)
-            if later is None:  # there was no later step to come
+            for later in records:
+                if later["time"] > noticed and later["step"] > reached:
+                    break
+            else:  # there was no later step to come
                 continue
+
             row["recovered_s"] = later["time"] - at
-            before = max((r["time"] for r in records if r["time"] <= at), default=0.0)
+            times = [record["time"] for record in records if record["time"] <= at]
             calls = _calls(folder)
-            again = bisect(calls, later["time"]) - bisect(calls, before)
-            row["samples_again"] = max(
-                0, again - usual.get(later["step"], 0) + usual.get(reached, 0)
-            )
+            graded = bisect(calls, later["time"]) - bisect(calls, max(times, default=0.0))
+            needed = usual.get(later["step"], 0) - usual.get(reached, 0)
+            row["samples_again"] = max(0, graded - needed)
 
 
 def run_command(
@@ -203,7 +205,8 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     """Adds to the faults of this start when the run noticed, and what came of it; returns what it
     did not say. What happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    events, records = (_all_of(run.folder, name) for name in ("events", "metrics"))
+    events = _all_of(run.folder, "events")
+    records = _all_of(run.folder, "metrics")
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
@@ -222,12 +225,14 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         else:
             row["result"] = "went on" if went_on else "overtaken by the next"
             continue
+
         row["detected_s"] = min([event["time"] for event in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following["from"] if following else None]
         said = re.search(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)
         row["said"] = said[0] if said else ""
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
+
         # it did not listen to signals yet
         unheard = row["phase"] == "start" and status is not None and status < 0
         own = FAULTS[row["fault"]].names
@@ -277,7 +282,8 @@ def described(trial: Mapping[str, Any]) -> list[str]:
         again = [f"{row['samples_again']} samples again"] if row.get("samples_again") else []
         said = row.get("missed") or ", ".join([row["result"], *times, *again])
         lines.append(f"{row['fault']:<24} {row['phase']:<11} step {row['step']:<4} {said}")
-    lines += [f"  left in TMPDIR: {', '.join(trial['left'])}"] if trial["left"] else []
+    if trial["left"]:
+        lines.append(f"  left in TMPDIR: {', '.join(trial['left'])}")
     return lines + [f"  DID NOT HOLD: {wrong}" for wrong in trial["wrong"]]
 
 
