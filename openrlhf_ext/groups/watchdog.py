@@ -236,7 +236,7 @@ class Watchdog:
         frames = _stack(self._thread_id)
         calls = nccl_calls()
         files = "\n".join(frame.f_code.co_filename for frame in frames)
-        is_in_torch = any(part in files for part in _COLLECTIVE_CODE)
+        in_collective = calls.waiting is not None or any(part in files for part in _COLLECTIVE_CODE)
         with self._lock:
             place = _place(frames)
             if self._waited_at and self._names:
@@ -248,7 +248,7 @@ class Watchdog:
                 last=self._last,
                 seconds=round(time.monotonic() - self._since, 1),
                 place=place,
-                in_collective=is_in_torch or calls.waiting is not None,
+                in_collective=in_collective,
                 waited=self._waited_at is not None,
                 error=self._error,
                 begun=calls.begun,
@@ -300,10 +300,10 @@ class Watchdog:
         ]
 
     def _end_process(self, seconds: float) -> None:
-        answer = threading.Thread(
+        # the other ranks report at about the same time, and query this one too
+        threading.Thread(
             target=self._answer_forever, name="phases during the report", daemon=True
-        )
-        answer.start()  # the other ranks report at about the same time, and query this one too
+        ).start()
         logger.error(
             "rank %d has stood still for %.1f s in %r, so it ends (--%s is %g).\n%s",
             self.rank,
@@ -335,9 +335,9 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
         named = ", ".join(f"rank {rank}" for rank in ranks)
         reasons.append(f"{why}: {named}.")
         suspects += ranks
-    head = " ".join(reasons)
-    if not reasons:
-        head = "All ranks are in a collective: perhaps not the same one, or the network is slow."
+    head = " ".join(reasons) or (
+        "All ranks are in a collective: perhaps not the same one, or the network is slow."
+    )
 
     others = [rank for rank in range(len(states)) if rank not in suspects]
     order = suspects + others
@@ -467,10 +467,10 @@ def start_watchdog(timeout_s: float) -> Address:
     dist.all_gather_object(addresses, listener.getsockname()[:2])
     # Before NCCL ends the process. Gloo's collectives time out by themselves, but a call to an
     # unreachable store does not.
-    is_nccl = dist.get_backend() == "nccl"
-    stuck_s: float | None = 0.9 * timeout_s if is_nccl else max(_STILL_S, 2 * timeout_s)
-    if len(addresses) == 1:
-        stuck_s = None  # it waits for nobody
+    stuck_s = None  # one rank waits for nobody
+    if len(addresses) > 1:
+        is_nccl = dist.get_backend() == "nccl"
+        stuck_s = 0.9 * timeout_s if is_nccl else max(_STILL_S, 2 * timeout_s)
     rank = dist.get_rank()
     _monitor = Watchdog(listener, addresses, rank, timeout_s, stuck_s)
     atexit.register(stop_watchdog)

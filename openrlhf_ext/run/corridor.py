@@ -244,7 +244,7 @@ def read_corridor(path: str | Path) -> Corridor:
     steps = found["steps"]
     unknown = []
     upside_down = []
-    bands: dict[str, list[tuple[float, float] | None]] = {}
+    bands = {}
     for name, sides in found["bands"].items():
         if not len(sides["low"]) == len(sides["high"]) == steps:
             raise InputError(

@@ -62,23 +62,23 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
         if not chosen:
             continue
         linear = rule.parameter.removesuffix("weight")
-        lora_a = f"{linear}lora_a"
-        lora_b = f"{linear}lora_b"
+        parameter_a = f"{linear}lora_a"
+        parameter_b = f"{linear}lora_b"
         modules = [f"base_model.model.{name.removesuffix('weight')}" for name in rule.hf_names]
         of_a = tuple(f"{module}lora_A.weight" for module in modules)
         of_b = tuple(f"{module}lora_B.weight" for module in modules)
         if rule.split == "row":
-            yield replace(rule, parameter=lora_a, hf_names=of_a, rows=("adapter",))
+            yield replace(rule, parameter=parameter_a, hf_names=of_a, rows=("adapter",))
             yield replace(
-                rule, parameter=lora_b, hf_names=of_b, split="replicated", columns="adapter"
+                rule, parameter=parameter_b, hf_names=of_b, split="replicated", columns="adapter"
             )
             continue
 
         named = tuple(of_a[number] for number in chosen)
         stacked: tuple[Size, ...] = ("adapter",) * len(named)
-        yield Rule(lora_a, named, "replicated", stacked, rule.columns)
+        yield Rule(parameter_a, named, "replicated", stacked, rule.columns)
         present = tuple(name if number in chosen else "" for number, name in enumerate(of_b))
-        yield replace(rule, parameter=lora_b, hf_names=present, columns="adapter")
+        yield replace(rule, parameter=parameter_b, hf_names=present, columns="adapter")
 
 
 def stage_rules(
