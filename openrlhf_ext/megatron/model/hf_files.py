@@ -484,7 +484,8 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
     if shape.tied_embeddings or shape.value_head is not None:
         ignorable.add(output)
 
-    other_shapes, other_dtypes = [], []
+    other_shapes = []
+    other_dtypes = []
     for name in names & known.keys():
         found, dtype = checkpoint.header(name)
         if found != known[name]:
