@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,8 @@ def batch_metrics(
     rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
     """Returns means over the rollout batch under the names of docs/metrics.md."""
-    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
+    rewards = rollout.rewards.float()
+    tokens = len(rollout.tokens)
     metrics: dict[str, float | Tensor] = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
@@ -115,12 +117,12 @@ def batch_metrics(
     }
     if rollout.entropies is not None:
         metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
-        metrics["entropy/completion_mean"] = mean_entropies(
-            rollout.entropies, rollout.segments
-        ).mean()
+        means_B = mean_entropies(rollout.entropies, rollout.segments)
+        metrics["entropy/completion_mean"] = means_B.mean()
         if rollout.old_logprobs is not None:
-            pair = rollout.entropies, rollout.old_logprobs
-            metrics["entropy/surprise_correlation"] = -_correlation(*pair, rollout.segments)
+            metrics["entropy/surprise_correlation"] = -_correlation(
+                rollout.entropies, rollout.old_logprobs, rollout.segments
+            )
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
@@ -130,7 +132,8 @@ def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
     """Returns the correlation of two values per token; 0 if either value is constant."""
     sums = torch.zeros(5, dtype=torch.float64)
     for block in segments.blocks():
-        x_n, y_n = one_N[block.tokens].double(), other_N[block.tokens].double()
+        x_n = one_N[block.tokens].double()
+        y_n = other_N[block.tokens].double()
         sums += torch.stack([x_n.sum(), y_n.sum(), x_n @ x_n, y_n @ y_n, x_n @ y_n])
     x, y, xx, yy, xy = (sums / max(1, segments.tokens)).tolist()
     spread = math.sqrt(max(0.0, (xx - x * x) * (yy - y * y)))
@@ -159,14 +162,13 @@ def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float
     a_B = shaped.of_rows["A"] if "A" in shaped.of_rows else _group_relative(rollout)
     lengths_B = rollout.segments.lengths_B
     first_B = rollout.tokens[lengths_B.cumsum(0) - lengths_B]
-    prefixes, of_B = torch.stack(
-        [rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1
-    ).unique(dim=0, return_inverse=True)
+    beginnings = torch.stack([rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1)
+    prefixes, of_B = beginnings.unique(dim=0, return_inverse=True)
     zeros = torch.zeros(len(prefixes), dtype=torch.float64)
     sums = zeros.index_add(0, of_B, a_B / lengths_B)
-    has_both = zeros.index_add(0, of_B, (a_B > 0).double()).gt(0) & zeros.index_add(
-        0, of_B, (a_B < 0).double()
-    ).gt(0)
+    positive = zeros.index_add(0, of_B, (a_B > 0).double())
+    negative = zeros.index_add(0, of_B, (a_B < 0).double())
+    has_both = positive.gt(0) & negative.gt(0)
     if bool(has_both.any()):
         metrics["conflict/prefix_advantage"] = float(sums[has_both].mean())
         metrics["conflict/prefix_penalized"] = float((sums[has_both] < 0).double().mean())
@@ -177,25 +179,27 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
     """Returns (B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all
     rewards are equal (eq. 12)."""
     _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
-    zeros, rewards_B = torch.zeros(len(sizes_Q), dtype=torch.float64), rollout.rewards.double()
-    centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
-    std_Q = (zeros.index_add(0, index_B, centered_B.square()) / (sizes_Q - 1).clamp(min=1)).sqrt()
+    zeros = torch.zeros(len(sizes_Q), dtype=torch.float64)
+    rewards_B = rollout.rewards.double()
+    means_Q = zeros.index_add(0, index_B, rewards_B) / sizes_Q
+    centered_B = rewards_B - means_Q[index_B]
+    squares_Q = zeros.index_add(0, index_B, centered_B.square())
+    std_Q = (squares_Q / (sizes_Q - 1).clamp(min=1)).sqrt()
     return torch.where(centered_B.abs() <= 1e-8, 0.0, centered_B / std_Q.clamp(min=1e-8)[index_B])
 
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     """Returns accuracy, mean score, the mean of every number that the reward function returned in
     ``extra_logs``, and the number of ungraded samples."""
-    names = sorted({name for sample in samples for name in sample.extra_logs} - {FAILED_KEY})
-    logs = {
-        f"reward_log/{name}": statistics.fmean(
-            s.extra_logs[name] for s in samples if name in s.extra_logs
-        )
-        for name in names
-    }
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, number in sample.extra_logs.items():
+            numbers[name].append(number)
+    failures = sum(numbers.pop(FAILED_KEY, [0.0]))
+    logs = {f"reward_log/{name}": statistics.fmean(numbers[name]) for name in sorted(numbers)}
     scores = [graded(sample.score) for sample in samples]
     logs |= {"accuracy/mean": accuracy(scores), "score/mean": sum(scores) / len(scores)}
-    return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
+    return logs | {"reward/failures": failures}
 
 
 def text_metrics(
@@ -204,7 +208,8 @@ def text_metrics(
     """Returns the mean prompt length, the fraction of prompts that the engines saw with other
     tokens, and the fractions of distinct completions and of uncut ones that end in one of
     ``end_tokens``. ``samples`` has equally many of each prompt."""
-    each, changed = len(samples) // len(prompts), 0
+    each = len(samples) // len(prompts)
+    changed = 0
     for prompt, response in zip(prompts, samples[::each], strict=True):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         changed += response.tokens_S[: response.actions[0][0]].tolist() != ids
@@ -212,15 +217,18 @@ def text_metrics(
     ended = sum(
         int(response.tokens_S[response.actions[-1][1] - 1]) in end_tokens for response in whole
     )
-    metrics = {
-        "prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)
-    }
-    metrics["prompts/changed"] = changed / len(prompts)
+    lengths = sum(response.actions[0][0] for response in samples)
     distinct = {
         (number // each, response.tokens_S.tobytes()) for number, response in enumerate(samples)
     }
-    metrics["response/distinct"] = len(distinct) / len(samples)
-    return metrics | ({"response/ended": ended / len(whole)} if whole else {})
+    metrics = {
+        "prompts/length_mean": lengths / len(samples),
+        "prompts/changed": changed / len(prompts),
+        "response/distinct": len(distinct) / len(samples),
+    }
+    if whole:
+        metrics["response/ended"] = ended / len(whole)
+    return metrics
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
@@ -229,16 +237,18 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
     samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
-    ages = [
-        (version - then, stop - start)
-        for sample in samples
-        for then, start, stop in sample.versions
-    ]
-    mixed = sum(len({then for then, _, _ in sample.versions}) > 1 for sample in samples)
+    ages: set[int] = set()
+    total = tokens = mixed = 0
+    for sample in samples:
+        own = {version - then for then, _, _ in sample.versions}
+        ages |= own
+        mixed += len(own) > 1
+        for then, start, stop in sample.versions:
+            total += (version - then) * (stop - start)
+            tokens += stop - start
     return {
-        "staleness/mean": sum(age * tokens for age, tokens in ages)
-        / sum(tokens for _, tokens in ages),
-        "staleness/max": float(max(age for age, _ in ages)),
+        "staleness/mean": total / tokens,
+        "staleness/max": float(max(ages)),
         "staleness/mixed_fraction": mixed / len(samples),
     }
 
@@ -260,13 +270,14 @@ def advantage_gauges(
     sums_B = torch.cat(
         [block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()]
     )
+    kept_QG = shaped.kept.view(-1, group_size)
     a_QG = (sums_B / segments.lengths_B.clamp(min=1)).view(-1, group_size)
     r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
-    a_QG, r_QG = (
-        torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG)
-    )
+    a_QG = torch.where(kept_QG, a_QG, 0.0)
+    r_QG = torch.where(kept_QG, r_QG, 0.0)
     gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}
-    a_QG, r_QG = (values_QG - values_QG.mean(1, keepdim=True) for values_QG in (a_QG, r_QG))
+    a_QG = a_QG - a_QG.mean(1, keepdim=True)
+    r_QG = r_QG - r_QG.mean(1, keepdim=True)
     unequal_Q = r_QG.abs().amax(1) > 0
     if bool(unequal_Q.any()):
         gauges["advantage/group_rms"] = float(a_QG[unequal_Q].square().mean(1).sqrt().mean())
@@ -284,9 +295,7 @@ def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[
         share = mini_batch.select(block.rows)
         loss = mini_batch.algorithm.loss(logprobs_N[block.tokens].double(), share)
         totals["expected/loss"] += float(loss.value)
-        totals["expected/alignment"] += (
-            float(loss.metrics["alignment"]) if "alignment" in loss.metrics else math.nan
-        )
+        totals["expected/alignment"] += float(loss.metrics.get("alignment", math.nan))
     return totals
 
 
@@ -303,7 +312,8 @@ def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
         ("mismatch/trained", "alignment"),
         ("mismatch/reference", "ref_kl"),
     ):
-        first, expected = metrics.get(f"first/{of}"), metrics.get(f"expected/{of}")
+        first = metrics.get(f"first/{of}")
+        expected = metrics.get(f"expected/{of}")
         if first is not None and expected is not None:
             kept[gauge] = abs(first - expected)
     return kept
@@ -327,22 +337,23 @@ def mismatch_gauges(
     """
     if not segments.tokens:
         return {}
-    blocks, sequences = [], []
+    blocks = []
+    sequences = []
     for block in segments.blocks():
         d_n = policy_N[block.tokens].double() - rollout_N[block.tokens]
         sequences.append(block.sums(d_n))
         blocks.append(_block_sums(d_n, band))
     sums = torch.stack(blocks)
     forward, reverse, absolute, outside = (sums[:, :4].sum(0) / segments.tokens).tolist()
+    log_sum = sums[:, 5].logsumexp(0)
+    log_sum_of_squares = sums[:, 6].logsumexp(0)
     return {
         "kl/rollout": forward,
         "kl/rollout_reverse": reverse,
         "kl/rollout_max_abs": float(sums[:, 4].max()),
         "mismatch/mean_abs": absolute,
         "mismatch/exp_mean_abs": math.exp(absolute),
-        "mismatch/ess_tokens": _effective_fraction(
-            sums[:, 5].logsumexp(0), sums[:, 6].logsumexp(0), segments.tokens
-        ),
+        "mismatch/ess_tokens": _effective_fraction(log_sum, log_sum_of_squares, segments.tokens),
         "mismatch/ess_completions": effective_sample_fraction(
             torch.cat(sequences)[segments.lengths_B > 0]
         ),
@@ -355,9 +366,11 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
     the band; the largest |d|; the logarithms of the sums of w and of w squared."""
     if not len(d_n):
         return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
-    largest, (low, high) = d_n.max(), band
+    largest = d_n.max()
+    low, high = band
     relative_n = (d_n - largest).exp_()  # at most 1: its sums do not overflow
-    w_n, abs_n = relative_n * largest.exp(), d_n.abs()
+    w_n = relative_n * largest.exp()
+    abs_n = d_n.abs()
     outside = (len(d_n) - ((w_n >= low) & (w_n <= high)).sum()).double()
     logs = largest + relative_n.sum().log(), 2 * largest + relative_n.square_().sum().log()
     return torch.stack(
@@ -377,14 +390,14 @@ def policy_mismatch(
 ) -> dict[str, float]:
     """Returns ``mismatch_gauges`` of the policy's completions; those of a guide differ on purpose.
     Empty if an engine reported no log-probs."""
-    guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
+    guide_B = rollout.from_guide
+    engines_N = rollout.rollout_logprobs
+    segments = rollout.segments
     if engines_N is None:
         return {}
     rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
-    policy_N, engines_N = (
-        segments.take(rollout["old_logprobs"], rows),
-        segments.take(engines_N, rows),
-    )
+    policy_N = segments.take(rollout["old_logprobs"], rows)
+    engines_N = segments.take(engines_N, rows)
     return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)
 
 
@@ -429,25 +442,29 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
 def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
     """Returns the largest difference between the log-probs of the guide's ranks and engines on the
     guide's completions; empty if there are none."""
-    rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
+    rows = rollout.from_guide
+    ranks_N = rollout.guide_logprobs
+    engines_N = rollout.rollout_logprobs
     if rows is None or not bool(rows.any()) or ranks_N is None or engines_N is None:
         return {}
-    ranks_n, engines_n = (
-        rollout.segments.take(values_N, rows) for values_N in (ranks_N, engines_N)
-    )
+    ranks_n = rollout.segments.take(ranks_N, rows)
+    engines_n = rollout.segments.take(engines_N, rows)
     return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
 
 
 def value_metrics(shaped: LossBatch) -> dict[str, float]:
     """Returns means over completion tokens under the names of docs/metrics.md;
     ``explained_variance`` only if it is defined."""
-    values_N, returns_N = shaped["values"], shaped["returns"]
-    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
-    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
+    values_N = shaped["values"]
+    returns_N = shaped["returns"]
+    metrics = {
+        "value/mean": float(float64_sum(values_N)) / len(values_N),
+        "value/return_mean": float(float64_sum(returns_N)) / len(values_N),
+    }
     explained = explained_variance(values_N, returns_N)
-    return (
-        metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
-    )
+    if explained is not None:
+        metrics["value/explained_variance"] = float(explained)
+    return metrics
 
 
 def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
@@ -456,9 +473,8 @@ def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
     blocks = zip(
         old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True
     )
-    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(
-        old_logprobs_N
-    )
+    total = sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks)
+    return total / len(old_logprobs_N)
 
 
 _SHOWN = {
@@ -476,9 +492,9 @@ def shown_samples(
     """Returns the completions of at most ``most`` groups, the earliest-drawn prompts first, in the
     form that ``SampleWriter`` takes."""
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
-    chosen = chosen_groups(
-        [sum(r.written for r in groups[position].responses) for position in order], most
-    )
+    written = []
+    for position in order:
+        written.append(sum(response.written for response in groups[position].responses))
     starts = np.cumsum([0] + [len(group.responses) for group in groups])
     of_tokens = {key: getattr(rollout, name) for name, key in _SHOWN.items()}
     of_tokens |= {
@@ -487,7 +503,8 @@ def shown_samples(
         "token_weights": shaped.token_weights,
     }
     shown = []
-    for position in (order[place] for place in chosen):
+    for place in chosen_groups(written, most):
+        position = order[place]
         prompt = groups[position].prompt
         for row, response in enumerate(groups[position].responses, start=int(starts[position])):
             span = rollout.segments.span(slice(row, row + 1))

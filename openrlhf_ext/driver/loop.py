@@ -163,10 +163,8 @@ class TrainingLoop(Parts):
         self.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
         if groups:
-            seconds, trains = (
-                time.perf_counter() - self._began,
-                self.step >= frozen_steps(self.config),
-            )
+            seconds = time.perf_counter() - self._began
+            trains = self.step >= frozen_steps(self.config)
             self.progress.take(self.rollouts.used_up, seconds, trains)
         self.checkpointer.poll()
         self._waited_s = time.perf_counter() - started
@@ -194,9 +192,8 @@ class TrainingLoop(Parts):
             if self.step >= frozen_steps(self.config):
                 taken = self.policy.ask_replicas("take_shard", shards)
                 # Do not wait here: the ranks that `fit` synchronizes with detect a rank that hangs.
-                metrics |= self._get([*taken, *self.policy.ask("fit", *self.progress.of_policy)])[
-                    len(taken)
-                ]
+                trained = self.policy.ask("fit", *self.progress.of_policy)
+                metrics |= self._get([*taken, *trained])[len(taken)]
             if values:
                 metrics |= self._get(values)[0]
         self.step += 1
@@ -212,7 +209,8 @@ class TrainingLoop(Parts):
             self.sharing.make_room_for_policy()
             resumed = self.checkpointer.go_back(why)
         self.judge.count(resumed.step)
-        prompts, count = sorted(group.prompt.number for group in groups), self.judge.rollbacks
+        prompts = sorted(group.prompt.number for group in groups)
+        count = self.judge.rollbacks
         self.events.note("rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count)
         self.rollouts.skip(prompts)
         self.restore(resumed.state, resumed.arrays)
@@ -261,11 +259,12 @@ class TrainingLoop(Parts):
         trained = [group.prompt.entry for group in made.groups]
         metrics["prompts/repeated"] = repeated = self.repeats.add(trained)
         if repeated:
-            text = (
+            logger.error(
                 "step %d trained %d prompts that the episode had before: the data began anew "
-                "(openrlhf-ext ledger)"
+                "(openrlhf-ext ledger)",
+                self.step,
+                repeated,
             )
-            logger.error(text, self.step, repeated)
         check_gauges(self.step, metrics, self.config.actor)
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
         self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
@@ -282,12 +281,8 @@ class TrainingLoop(Parts):
             self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:
             sample = made.groups[0].responses[0]
-            shown = {
-                "generated_samples": [
-                    self.tokenizer.decode(sample.tokens_S.tolist()),
-                    sample.reward,
-                ]
-            }
+            text = self.tokenizer.decode(sample.tokens_S.tolist())
+            shown = {"generated_samples": [text, sample.reward]}
             for sink in self.sinks:
                 sink.log_train(self.step, record | shown)
         self._ended = now
@@ -348,7 +343,8 @@ class TrainingLoop(Parts):
         ``ckpt.grace_s``. Saves nothing if a step is half done, and nothing after Ctrl-C: an
         interactive user can choose when to stop."""
         self.guard.ignore_signals()
-        grace_s, number = self.config.ckpt.grace_s, self.guard.received
+        grace_s = self.config.ckpt.grace_s
+        number = self.guard.received
         if number in (None, signal.SIGINT) or not grace_s:
             return
         if self._finished is None:
@@ -424,7 +420,7 @@ class TrainingLoop(Parts):
                 "the evaluation of step %d is given up: the run was told to end", evaluation.step
             )
             return {}
-        versions = {version for group in answers.values() for version in weight_versions(group)}
+        versions = set[int]().union(*map(weight_versions, answers.values()))
         if versions <= {evaluation.version}:
             self._count(evaluation, answers)
         elif self.supervisor.restarts == evaluation.restarts:
@@ -444,10 +440,8 @@ class TrainingLoop(Parts):
     def _count(
         self, evaluation: Evaluation, answers: Mapping[Any, list[Response]]
     ) -> dict[str, float]:
-        sets, groups = (
-            [each.options for each in self.held_out],
-            evaluation.groups(self.held_out, answers),
-        )
+        sets = [each.options for each in self.held_out]
+        groups = evaluation.groups(self.held_out, answers)
         logs = evaluation_metrics(sets, groups, self._texts)
         logs["time/eval"] = time.perf_counter() - evaluation.started
         self.recorder.evaluation(evaluation.step, logs)
@@ -457,17 +451,17 @@ class TrainingLoop(Parts):
 
     def _texts(self, responses: Sequence[Response]) -> list[str]:
         """Returns the decoded text of each completion, without its prompt."""
-        starts = [len(response.tokens_S) - response.written for response in responses]
-        tokens = [
-            response.tokens_S[start:].tolist()
-            for response, start in zip(responses, starts, strict=True)
-        ]
+        tokens = []
+        for response in responses:
+            start = len(response.tokens_S) - response.written
+            tokens.append(response.tokens_S[start:].tolist())
         return self.tokenizer.batch_decode(tokens)
 
     def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
         """Returns the mean over completions of their mean token entropy in nats, before training
         (``<H>_ini`` of gtpo_conflict)."""
-        samples, doing = self.config.rollout.n_samples_per_prompt, "measuring the initial entropy"
+        samples = self.config.rollout.n_samples_per_prompt
+        doing = "measuring the initial entropy"
         groups = self.rollouts.sample(prompts, samples, self.rollouts.sampling, doing)
         self._engine_stats()
         batch = sequences_of([response for group in groups for response in group.responses])
@@ -478,12 +472,13 @@ class TrainingLoop(Parts):
     def _engine_stats(self) -> list[dict[str, Any]]:
         """Returns the engines' statistics since the last call, those of a guide's engines
         included."""
-        results = [
-            stats for supervisor in self._supervisors for stats in supervisor.ask("rollout_stats")
-        ]
-        for message in (m for result in results for m in result["reward_failures"]):
-            # the engine's own log does not reach the user's terminal
-            logger.error("grading failed: %s", message)
+        results = []
+        for supervisor in self._supervisors:
+            results += supervisor.ask("rollout_stats")
+        for result in results:
+            for message in result["reward_failures"]:
+                # the engine's own log does not reach the user's terminal
+                logger.error("grading failed: %s", message)
         return results
 
     @property
@@ -523,11 +518,14 @@ class TrainingLoop(Parts):
         finished = groups_from_plain(state["finished"], arrays)
         # algo.entropies may have been `policy` when the other groups were sampled
         if self.experience.scoring.engine_entropies:
-            tells = [
-                all(each.entropies_T is not None for each in group.responses) for group in finished
-            ]
-            again = [group.prompt for group, told in zip(finished, tells, strict=True) if not told]
-            finished = [group for group, told in zip(finished, tells, strict=True) if told]
+            told = []
+            again = []
+            for group in finished:
+                if all(each.entropies_T is not None for each in group.responses):
+                    told.append(group)
+                else:
+                    again.append(group.prompt)
+            finished = told
             in_flight = [*again, *in_flight]
             if again:
                 logger.warning(
@@ -536,7 +534,8 @@ class TrainingLoop(Parts):
                     len(again),
                 )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
-        self.step, self.initial_entropy = state["step"], state["initial_entropy"]
+        self.step = state["step"]
+        self.initial_entropy = state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
         self._restore_progress(state)
         self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases did not save it

@@ -236,25 +236,31 @@ class Scoring:
 def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
     """Returns the completions of the groups in order. Raises ValueError if a group does not have
     ``group_size`` completions."""
+    responses = []
     for group in groups:
         if len(group.responses) != group_size:
             raise ValueError(
                 f"a group of {len(group.responses)} completions, rollout.n_samples_per_prompt is "
                 f"{group_size}: {group.prompt.text!r}"
             )
-    return [response for group in groups for response in group.responses]
+        responses += group.responses
+    return responses
 
 
 def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
     """Returns the groups with a reward model's rewards. A reward is also the completion's score, as
     with a reward function that returns only rewards."""
     rewards = iter(rewards_B.tolist())
-
-    def of(response: Response) -> Response:
-        reward = next(rewards)
-        return dataclasses.replace(response, reward=reward, score=reward, receipt=None)
-
-    return [Group(group.prompt, [of(response) for response in group.responses]) for group in groups]
+    rewarded = []
+    for group in groups:
+        responses = []
+        for response in group.responses:
+            reward = next(rewards)
+            responses.append(
+                dataclasses.replace(response, reward=reward, score=reward, receipt=None)
+            )
+        rewarded.append(Group(group.prompt, responses))
+    return rewarded
 
 
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
@@ -268,16 +274,17 @@ def rollout_batch(
     samples: Sequence[Response], batch: SequenceBatch, old: LogprobEntropy | None, group_size: int
 ) -> RolloutBatch:
     """Returns the batch in the form that the algorithms take."""
+    old_N, entropies_N = old or (None, None)
     return RolloutBatch(
         tokens=batch.targets_N,
         lengths=batch.counts_B,
-        rewards=torch.tensor([graded(s.reward) for s in samples]).double(),
+        rewards=torch.tensor([graded(sample.reward) for sample in samples]).double(),
         group_ids=torch.arange(len(samples)) // group_size,
-        old_logprobs=None if old is None else old.logprobs_N,
-        entropies=None if old is None else old.entropies_N,
+        old_logprobs=old_N,
+        entropies=entropies_N,
         rollout_logprobs=_rollout_logprobs(samples),
-        truncated=torch.tensor([s.truncated for s in samples]),
-        from_guide=torch.tensor([s.from_guide for s in samples]),
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+        from_guide=torch.tensor([sample.from_guide for sample in samples]),
         group_size=group_size,
     )
 

@@ -162,8 +162,10 @@ class Watchdog:
         timeout_s: float,
         stuck_s: float | None = None,
     ) -> None:
-        self.addresses, self.rank = list(addresses), rank
-        self.timeout_s, self.stuck_s = timeout_s, stuck_s
+        self.addresses = list(addresses)
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.stuck_s = stuck_s
         self._names: list[str] = []
         self._count = self._progress = 0
         self._work = ""
@@ -205,7 +207,8 @@ class Watchdog:
         with self._lock:
             if not self._names:
                 self._count += 1
-                self._since, self._error, self._waited_at = time.monotonic(), None, None
+                self._since = time.monotonic()
+                self._error = self._waited_at = None
             self._names.append(name)
             self._work = ""
 
@@ -230,19 +233,22 @@ class Watchdog:
         )
 
     def state(self) -> RankState:
-        frames, calls = _stack(self._thread_id), nccl_calls()
-        in_collective = any(
-            part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE
-        )
+        frames = _stack(self._thread_id)
+        calls = nccl_calls()
+        files = "\n".join(frame.f_code.co_filename for frame in frames)
+        in_collective = calls.waiting is not None or any(part in files for part in _COLLECTIVE_CODE)
         with self._lock:
+            place = _place(frames)
+            if self._waited_at and self._names:
+                place = self._waited_at
             return RankState(
                 rank=self.rank,
                 count=self._count,
                 phase=" > ".join(self._names) or None,
                 last=self._last,
                 seconds=round(time.monotonic() - self._since, 1),
-                place=self._waited_at if self._waited_at and self._names else _place(frames),
-                in_collective=in_collective or calls.waiting is not None,
+                place=place,
+                in_collective=in_collective,
                 waited=self._waited_at is not None,
                 error=self._error,
                 begun=calls.begun,
@@ -265,13 +271,15 @@ class Watchdog:
 
     def _serve(self) -> None:
         self._listener.settimeout(_TICK_S)
-        trace, still_since = None, time.monotonic()
+        trace = None
+        still_since = time.monotonic()
         while not self._closing.is_set():
             with contextlib.suppress(OSError):  # no request, or the requester disconnected
                 self._answer()
             now = self._trace()
             if now is None or now != trace:
-                trace, still_since = now, time.monotonic()
+                trace = now
+                still_since = time.monotonic()
             elif self.stuck_s is not None and time.monotonic() - still_since > self.stuck_s:
                 self._end_process(time.monotonic() - still_since)
 
@@ -292,10 +300,10 @@ class Watchdog:
         ]
 
     def _end_process(self, seconds: float) -> None:
-        answer = threading.Thread(
+        # the other ranks report at about the same time, and query this one too
+        threading.Thread(
             target=self._answer_forever, name="phases during the report", daemon=True
-        )
-        answer.start()  # the other ranks report at about the same time, and query this one too
+        ).start()
         logger.error(
             "rank %d has stood still for %.1f s in %r, so it ends (--%s is %g).\n%s",
             self.rank,
@@ -321,19 +329,22 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
     """Queries all ranks and returns a report: the first line names the suspects, then one line per
     rank."""
     states = ask_ranks(addresses)
-    found = find_suspects(states)
-    head = [
-        f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()
-    ]
-    head = head or [
+    reasons = []
+    suspects = []
+    for why, ranks in find_suspects(states).items():
+        named = ", ".join(f"rank {rank}" for rank in ranks)
+        reasons.append(f"{why}: {named}.")
+        suspects += ranks
+    head = " ".join(reasons) or (
         "All ranks are in a collective: perhaps not the same one, or the network is slow."
-    ]
-    suspects = [rank for ranks in found.values() for rank in ranks]
-    order = [*suspects, *(rank for rank in range(len(states)) if rank not in suspects)]
+    )
+
+    others = [rank for rank in range(len(states)) if rank not in suspects]
+    order = suspects + others
     lines = [f"rank {rank}: {_describe(states[rank])}" for rank in order[:_LISTED]]
     if len(order) > _LISTED:
         lines.append(f"and {len(order) - _LISTED} more ranks")
-    return "\n  ".join([" ".join(head), *lines])
+    return "\n  ".join([head, *lines])
 
 
 def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
@@ -347,11 +358,9 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
     except OSError as error:
         return error
-    return (
-        RankState(**json.loads(answer))
-        if answer
-        else ConnectionResetError("it ended while it was asked")
-    )
+    if not answer:
+        return ConnectionResetError("it ended while it was asked")
+    return RankState(**json.loads(answer))
 
 
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
@@ -363,31 +372,35 @@ def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]
     """
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
-    failed = [s.rank for s in others if s.phase is None and s.error is not None]
+    most = max((state.count for state in answers), default=0)
     furthest: dict[str, int] = {}
     for state in answers:
-        furthest |= {
-            group: max(number, furthest.get(group, 0)) for group, number in state.begun.items()
-        }
-    most = max((s.count for s in answers), default=0)
+        for group, number in state.begun.items():
+            furthest[group] = max(number, furthest.get(group, 0))
+
+    failed = []
+    not_arrived = []
+    for state in others:
+        if state.phase is None and state.error is not None:
+            failed.append(state.rank)
+        elif state.phase is None or state.count < most:
+            not_arrived.append(state.rank)
     found = {
         "Not answering": [
             rank for rank, state in enumerate(states) if not isinstance(state, RankState)
         ],
         "Failed": failed,
-        "Not arrived": [
-            s.rank for s in others if s.rank not in failed and (s.count < most or s.phase is None)
-        ],
+        "Not arrived": not_arrived,
     }
     if not any(found.values()):
-        behind = [
-            s.rank for s in others if any(n < furthest[group] for group, n in s.begun.items())
-        ]
+        behind = []
+        for state in others:
+            if any(number < furthest[group] for group, number in state.begun.items()):
+                behind.append(state.rank)
         found = {"Behind in NCCL's calls": behind}
     if not any(found.values()):
-        found = {
-            "Arrived, but not in a collective": [s.rank for s in others if not s.in_collective]
-        }
+        outside = [state.rank for state in others if not state.in_collective]
+        found = {"Arrived, but not in a collective": outside}
     return {why: ranks for why, ranks in found.items() if ranks}
 
 
@@ -413,7 +426,8 @@ def _describe(state: RankState | OSError) -> str:
 
 
 def _stack(thread_id: int) -> list[FrameType]:
-    frame, frames = sys._current_frames().get(thread_id), []
+    frame = sys._current_frames().get(thread_id)
+    frames = []
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
@@ -453,12 +467,14 @@ def start_watchdog(timeout_s: float) -> Address:
     dist.all_gather_object(addresses, listener.getsockname()[:2])
     # Before NCCL ends the process. Gloo's collectives time out by themselves, but a call to an
     # unreachable store does not.
-    stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" else max(_STILL_S, 2 * timeout_s)
-    _monitor = Watchdog(
-        listener, addresses, dist.get_rank(), timeout_s, stuck_s if len(addresses) > 1 else None
-    )
+    stuck_s = None  # one rank waits for nobody
+    if len(addresses) > 1:
+        is_nccl = dist.get_backend() == "nccl"
+        stuck_s = 0.9 * timeout_s if is_nccl else max(_STILL_S, 2 * timeout_s)
+    rank = dist.get_rank()
+    _monitor = Watchdog(listener, addresses, rank, timeout_s, stuck_s)
     atexit.register(stop_watchdog)
-    return addresses[dist.get_rank()]
+    return addresses[rank]
 
 
 def stop_watchdog() -> None:
@@ -521,7 +537,9 @@ class Gate:
     collective."""
 
     def __init__(self, leader: int = 0) -> None:
-        self._opened, self._count, self._leader = Counter(str(leader)), 0, leader
+        self._opened = Counter(str(leader))
+        self._count = 0
+        self._leader = leader
 
     def next(self) -> None:
         self._count += 1

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +103,18 @@ class OptimizerRange:
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
     """Every parameter of this rank that is saved, in global coordinates, in the same order on all
     data-parallel ranks."""
-    every = [
-        found
-        for chunk in model.chunks
-        for entry in _sharded_entries(chunk)
-        for found in _blocks(entry)
-    ]
-    blocks = [block for block in every if model.trained.is_saved(block.parameter)]
-    known = {id(b.parameter) for b in blocks}
-    named = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters()]
-    names = [n for n, p in named if id(p) not in known and model.trained.is_saved(p)]
+    is_saved = model.trained.is_saved
+    blocks = []
+    for chunk in model.chunks:
+        for entry in _sharded_entries(chunk):
+            blocks += [block for block in _blocks(entry) if is_saved(block.parameter)]
+
+    known = {id(block.parameter) for block in blocks}
+    names = []
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if id(parameter) not in known and is_saved(parameter):
+                names.append(name)
     if names:
         raise CheckpointError(
             f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}"
@@ -127,9 +131,9 @@ def _sharded_entries(chunk: HiddenStateGPTModel) -> Iterator[ShardedTensor | Sha
 
 
 def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBlock]:
-    parts = (
-        list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
-    )
+    parts = [entry]
+    if isinstance(entry, ShardedTensorFactory):
+        parts = nested_values(entry.build())
     for part in parts:
         if not part.data.is_contiguous():
             raise CheckpointError(
@@ -152,7 +156,11 @@ def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, Optimizer
     """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros
     before the first step. Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and
     ``master`` for the fp32 copy of a parameter of less precision."""
-    return {id(p): r for part in single_optimizers(optimizer) for p, r in _ranges(part)}
+    ranges = {}
+    for part in single_optimizers(optimizer):
+        for parameter, held in _ranges(part):
+            ranges[id(parameter)] = held
+    return ranges
 
 
 def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRange]]:
@@ -186,10 +194,12 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
             *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
             *zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True),
         ):
-            yield from ((parameter, main, 0) for parameter, main in zip(models, mains, strict=True))
+            for parameter, main in zip(models, mains, strict=True):
+                yield parameter, main, 0
     elif isinstance(optimizer, FP32Optimizer):
         for group in inner.param_groups:
-            yield from ((parameter, parameter, 0) for parameter in group["params"])
+            for parameter in group["params"]:
+                yield parameter, parameter, 0
     else:
         raise CheckpointError(f"checkpoints of a {type(optimizer).__name__} are not built")
 
@@ -213,7 +223,8 @@ def _steps_in_state(inner: torch.optim.Optimizer) -> bool:
 def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
     """Updates made so far. Raises CheckpointError: parameters differ in it."""
     steps = set()
-    for inner in (part.optimizer for part in single_optimizers(optimizer)):
+    for part in single_optimizers(optimizer):
+        inner = part.optimizer
         if inner is not None and _steps_in_state(inner):
             steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
         elif inner is not None:
@@ -226,7 +237,8 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
-    for inner in (part.optimizer for part in single_optimizers(optimizer)):
+    for part in single_optimizers(optimizer):
+        inner = part.optimizer
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
                 # one each: torch advances them one by one
@@ -275,15 +287,15 @@ def take_snapshot(
     rank = dist.get_rank()
     pieces = list(_own_pieces(model))
     sums = _sums(pieces)
-    pieces = [(piece, t.to("cpu", copy=True)) for piece, t in pieces] if copy else pieces
-    files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
+    if copy:
+        pieces = [(piece, tensor.to("cpu", copy=True)) for piece, tensor in pieces]
+
+    file = f"{_rank_file(rank)}.safetensors"
+    files = [(piece, TYPE_NAMES[tensor.dtype], file) for piece, tensor in pieces]
     everyone: list | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(files, everyone)
-    index = (
-        TensorIndex.build(entry for part in everyone for entry in part)
-        if everyone is not None
-        else None
-    )
+    index = None if everyone is None else TensorIndex.build(chain.from_iterable(everyone))
+
     state = {
         **_described(model),
         "layout": asdict(model.settings.layout),
@@ -291,7 +303,8 @@ def take_snapshot(
         "sums": sums,
         "extra": extra or {},
     }
-    return Snapshot(rank, pieces, random_states(), index, state if rank == 0 else None)
+    kept = state if rank == 0 else None
+    return Snapshot(rank, pieces, random_states(), index, kept)
 
 
 def _counts(model: MegatronModel) -> dict[str, int]:
@@ -304,40 +317,44 @@ def _counts(model: MegatronModel) -> dict[str, int]:
 def _sums(pieces: list[tuple[BlockRange, Tensor]]) -> dict[str, int]:
     """Name and shape of every tensor -> the bits of its entries, read as integers, times a weight
     for each layer: exact in any order, so the same in all layouts. A collective."""
-    own: dict[str, int] = {}
+    own = Counter[str]()
     for piece, tensor in pieces:
         block = piece.block
         # layers, and experts, are the leading axes of their tensors, one in each block
         axes = [offset for offset, size in zip(block.offset, block.shape, strict=True) if size == 1]
         weight = math.prod(2 * offset + 1 for offset in axes)
         bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-        total = weight * sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_SUMMED))
+        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_SUMMED))
         name = f"{block.key} {'x'.join(map(str, block.global_shape))}"
-        own[name] = own.get(name, 0) + total
-    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+        own[name] += weight * total
+    everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    names = sorted(set().union(*everyone))
-    return {name: sum(part.get(name, 0) for part in everyone) % 2**64 for name in names}
+    totals = Counter[str]()
+    for part in everyone:
+        totals.update(part)
+    return {name: totals[name] % 2**64 for name in sorted(totals)}
 
 
 def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     """The pieces this rank writes: copies on other ranks are left out, the ranks that hold one
     share it evenly."""
-    layout, rank = model.settings.layout, dist.get_rank()
-    copy, place = layout.copy(rank), layout.place(rank)
+    layout = model.settings.layout
+    rank = dist.get_rank()
+    copy = layout.copy(rank)
+    place = layout.place(rank)
     ranges = optimizer_ranges(model.optimizer)
     distributed = any(
         isinstance(part, DistributedOptimizer) for part in single_optimizers(model.optimizer)
     )
     if copy == place.tensor == 0:
         yield from _converter_pieces(model)
-    for i, block in enumerate(parameter_blocks(model)):
+    for number, block in enumerate(parameter_blocks(model)):
         if block.copy_of:
             continue
         if block.of_expert:
-            mine = i % layout.expert_copies == place.expert_replica
+            mine = number % layout.expert_copies == place.expert_replica
         else:
-            mine = i % layout.copies == copy
+            mine = number % layout.copies == copy
         if mine:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
             if model.average is not None:
@@ -360,7 +377,8 @@ def _state_pieces(
     block: ParameterBlock, held: OptimizerRange
 ) -> Iterator[tuple[BlockRange, Tensor]]:
     """What is held of the optimizer's state of the block."""
-    low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
+    low = max(held.start, block.start)
+    high = min(held.end, block.start + block.block.numel)
     if low < high:
         for name, tensor in sorted(held.tensors.items()):
             piece = BlockRange(
@@ -389,7 +407,8 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     all have loaded. Returns ``extra`` of :func:`take_snapshot`. Raises CheckpointError, on every
     rank: another model or type, or unreadable.
     """
-    problem, asked, state = None, set(), {}
+    problem = None
+    asked: set[str] = set()
     ours = _described(model)
     try:
         state = read_plain(folder / STATE)
@@ -406,6 +425,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
         problem = str(error)
+
     wait_for_all()  # some may read for long
     everyone: list[tuple[str | None, set[str]]] = [(None, set())] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, asked))
@@ -422,7 +442,8 @@ def check_loaded(model: MegatronModel, folder: Path) -> None:
     """The model holds what was saved in ``folder``, in whatever layout: call it when all is loaded,
     before the first step. A tensor that has another shape here (the vocabulary's padding) is not
     compared. A collective. Raises CheckpointError, on every rank, naming what differs."""
-    state, sums = read_plain(folder / STATE), _sums(list(_own_pieces(model)))
+    state = read_plain(folder / STATE)
+    sums = _sums(list(_own_pieces(model)))
     saved = state.get("sums", {})  # earlier releases wrote none
     other = [
         f"{name} {count}, saved {state[name]}"
@@ -442,12 +463,11 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
     ranges = optimizer_ranges(model.optimizer)
     asked: set[str] = set()
     for block in parameter_blocks(model):
+        pieces = [(BlockRange.whole(_named(block.block, "model")), block.elements())]
         held = ranges.get(id(block.parameter))
-        states = [] if held is None else _state_pieces(block, held)
-        for piece, target in (
-            (BlockRange.whole(_named(block.block, "model")), block.elements()),
-            *states,
-        ):
+        if held is not None:
+            pieces += _state_pieces(block, held)
+        for piece, target in pieces:
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
@@ -459,18 +479,17 @@ def _load_average(model: MegatronModel, reader: TensorReader) -> set[str]:
     stored = {key for key in reader.index.tensors if key.startswith(f"{_AVERAGE}.")}
     if model.average is None or not stored:
         if (model.average is not None or stored) and dist.get_rank() == 0:
-            what = (
-                "holds no moving average, which begins with its weights"
-                if model.average
-                else "holds an average too"
-            )
+            what = "holds an average too"
+            if model.average:
+                what = "holds no moving average, which begins with its weights"
             logger.warning("%s %s (train.enable_ema)", reader.folder, what)
         if model.average is not None:
             model.average.restart()
         return stored
     for block in parameter_blocks(model):
         values = model.average.of(block.parameter)
-        target, piece = block.elements(values), BlockRange.whole(_named(block.block, _AVERAGE))
+        target = block.elements(values)
+        piece = BlockRange.whole(_named(block.block, _AVERAGE))
         target.copy_(reader.read(piece, target.dtype, padded=block.padded))
         model.average.put(block.parameter, values)
     return stored
@@ -495,7 +514,8 @@ def _load_converter(
 ) -> set[str]:
     """Fills a converter's state; returns the names of the tensors that were read, or are not
     needed."""
-    stored, prefix = reader.index.tensors, f"{converter.name}."
+    stored = reader.index.tensors
+    prefix = f"{converter.name}."
     pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
     unread = {key for key in stored if key.startswith(prefix)}
     if not (pieces and unread):

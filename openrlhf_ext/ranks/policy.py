@@ -87,11 +87,14 @@ class PolicyActor(TrainedActor):
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
         about = self.join(settings)
-        self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping
+        self.timers = PhaseTimers()
+        self.max_epochs = max_epochs
+        self.sleeping = sleeping
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
         self.seen: list[LogprobEntropy] | None = None
-        self.version, self.is_ahead, self.has_moved = 0, False, False
+        self.version = 0
+        self.is_ahead = self.has_moved = False
         with phase("building the policy"):
             self.policy = MegatronPolicy(settings)
             self.policy.warm_up()
@@ -115,7 +118,8 @@ class PolicyActor(TrainedActor):
         return [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
 
     def _check_memory(self, sleeping: SleepModes) -> None:
-        device, settings = device_bytes(), self.policy.settings
+        device = device_bytes()
+        settings = self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
         distributed = (
@@ -127,10 +131,14 @@ class PolicyActor(TrainedActor):
             (True, settings.layout.copies),
             (False, settings.layout.expert_copies),
         ):
-            entries = sum(p.numel() for p in trained if getattr(p, "allreduce", True) == of_all)
+            entries = 0
+            for parameter in trained:
+                if getattr(parameter, "allreduce", True) == of_all:
+                    entries += parameter.numel()
             shards = copies if distributed else 1
             states += state_bytes(entries, trained[0].element_size(), shards, settings.adam_offload)
-        states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
+        frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        states += sum(parameter.nbytes for parameter in frozen)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(
@@ -150,7 +158,8 @@ class PolicyActor(TrainedActor):
     def rank_report(self) -> RankReport:
         """Returns this rank's time by phase and its padding since the last report, and its memory.
         Not a collective."""
-        report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
+        report = self.timers.report(dist.get_rank())
+        counted = self.policy.schedule.take_count()
         return replace(
             report,
             packed_tokens=counted.packed,
@@ -166,10 +175,14 @@ class PolicyActor(TrainedActor):
         from openrlhf_ext.megatron.step.optimizer import host_optimizers
 
         self.reload_states()
-        weights, optimizer = self._parameters, self.policy.optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
-        masters = [master for each in host_optimizers(optimizer) for master in each.masters]
-        return digest(weights + [p for group in groups for p in group["params"]] + masters)
+        optimizer = self.policy.optimizer
+        tensors: list[torch.Tensor] = [*self._parameters]
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                tensors += group["params"]
+        for each in host_optimizers(optimizer):
+            tensors += each.masters
+        return digest(tensors)
 
     @phase("forward")
     @timed("logprob")
@@ -178,9 +191,9 @@ class PolicyActor(TrainedActor):
         sequences; a replica may have none. Keeps the sequences for the next ``fit``."""
         self.reload_states("parameters")
         self.batch = self._with_experts(batch)
-        routed: list[SequenceBatch] | None = (
-            [] if self.policy.settings.train.routing_replay == "policy" else None
-        )
+        routed: list[SequenceBatch] | None = None
+        if self.policy.settings.train.routing_replay == "policy":
+            routed = []
         values = self.policy.logprobs(self.batch, routed=routed)
         for replayed in routed or ():
             self.batch = replayed
@@ -222,13 +235,16 @@ class PolicyActor(TrainedActor):
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
         self.reload_states("parameters")
         copy = self.host_copies.get(name)
-        with self.policy.trained.as_loaded(), nullcontext() if copy is None else copy.swapped_in():
+        swapped = nullcontext() if copy is None else copy.swapped_in()
+        with self.policy.trained.as_loaded(), swapped:
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
-        self.shard, self.seen = shard, None
+        self.shard = shard
+        self.seen = None
         if shard.sequences is not None:
-            self.batch, self.seen = self._with_experts(shard.sequences), []
+            self.batch = self._with_experts(shard.sequences)
+            self.seen = []
 
     @phase("training")
     @timed("train")
@@ -236,28 +252,25 @@ class PolicyActor(TrainedActor):
         """Runs one optimizer step per mini-batch, ``max_epochs`` times over; returns the same
         metrics on every rank. ``before`` and ``after``: the completed share of the run, for the
         learning-rate schedule."""
-        batch, shard = self.batch, self.shard
-        if (
-            batch is None
-            or shard is None
-            or len(batch) != sum(len(mini) for mini in shard.mini_batches)
-        ):
+        batch = self.batch
+        shard = self.shard
+        if batch is None or shard is None or len(batch) != sum(map(len, shard.mini_batches)):
             raise RuntimeError(
                 "fit() trains the sequences of the last forward() or of the shard, and there "
                 "are others"
             )
         self.reload_states()
         self.movement.begin()
-        mini_batches = [
-            mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)
-        ]
-        self.policy.plan_rates(before, after, len(mini_batches))
+        mini_batches: list[tuple[SequenceBatch, LossBatch]] = []
+        for _ in range(self.max_epochs):
+            mini_batches += _mini_batches(batch, shard)
+        updates = len(mini_batches)
+        self.policy.plan_rates(before, after, updates)
         steps = []
         for number, mini in enumerate(mini_batches, start=1):
-            with phase(f"update {number} of {len(mini_batches)}"):
-                steps.append(
-                    self._update(*mini, shard.seed, number - 1, number < len(mini_batches))
-                )
+            with phase(f"update {number} of {updates}"):
+                steps.append(self._update(*mini, shard.seed, number - 1, number < updates))
+
         self.is_ahead = True  # of the engines
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         trained = sum(p.numel() for p in self._parameters if p.requires_grad)
@@ -266,18 +279,19 @@ class PolicyActor(TrainedActor):
         self.movement.end()
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
-        mean = {
-            name: sum(step[name] for step in steps) / len(steps)
-            for name in steps[-1]
-            if name != "alignment"
-        }
+
+        mean = {}
+        for name in steps[-1]:
+            if name != "alignment":
+                mean[name] = sum(step[name] for step in steps) / len(steps)
         first = {name: steps[0][of] for of, name in _FIRST_UPDATE.items() if of in steps[0]}
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
     def seen_logprobs(self) -> list[np.ndarray] | None:
         """Returns (N,) log-probs and entropies of the last shard's own sequences, as their first
         update saw them; call it once. Returns None except on the first rank of each replica."""
-        seen, self.seen = self.seen, None
+        seen = self.seen
+        self.seen = None
         if seen is None:
             raise RuntimeError("seen_logprobs() is of a fit() whose shard brought its sequences")
         if not self.is_first_of_replica:
@@ -290,10 +304,9 @@ class PolicyActor(TrainedActor):
         """Runs the optimizer step on a mini-batch. ``number`` counts the steps since the rollout;
         ``more`` is True if others follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
-        first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
-        metrics = self.policy.train_step(
-            batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None
-        )
+        is_first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
+        seen = self.seen if is_first_epoch else None
+        metrics = self.policy.train_step(batch, shaped, shaped.algorithm, more, seen)
         if metrics["grad_norm"] == 0.0 and self.policy.trained.is_beside_weights:
             require_no_advantages(shaped, self.policy.device)
         return metrics
@@ -306,7 +319,8 @@ class PolicyActor(TrainedActor):
         replaced."""
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1, self.has_moved)
-        self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
+        self.version += 1
+        self.is_ahead = self.has_moved = False
         sent = {}
         if report is not None:
             sent = {
@@ -348,7 +362,9 @@ class PolicyActor(TrainedActor):
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Restores the version. The sync that follows a load sends the weights of the saved
         version, which the requests' seeds depend on."""
-        self.version, self.is_ahead, self.has_moved = extra["version"] - 1, True, False
+        self.version = extra["version"] - 1
+        self.is_ahead = True
+        self.has_moved = False
 
 
 def _mini_batches(

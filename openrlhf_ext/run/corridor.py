@@ -150,11 +150,9 @@ class Corridor:
         # of its
         kinds = {_is_of_evaluation(name) for name in record if is_banded(name)}
         for metric, bands in self.bands.items():
-            band = (
-                bands[step - 1]
-                if 0 < step <= len(bands) and _is_of_evaluation(metric) in kinds
-                else None
-            )
+            if not 0 < step <= len(bands) or _is_of_evaluation(metric) not in kinds:
+                continue
+            band = bands[step - 1]
             value = record.get(metric)
             if band is not None and (value is None or not band[0] <= value <= band[1]):
                 found.append(Left(metric, value, *band))
@@ -163,7 +161,8 @@ class Corridor:
     def faults(self, config: Configuration) -> list[str]:
         """The options in which the run is of another recipe than the trusted ones."""
         # a file may be older than what is free now
-        now, trusted = recipe(shown_options(config)), recipe(self.options)
+        now = recipe(shown_options(config))
+        trusted = recipe(self.options)
         return [
             f"{name} is {shown(now.get(name))}, in the trusted runs {shown(trusted.get(name))}"
             for name in sorted({*now, *trusted})
@@ -180,7 +179,9 @@ class Watch:
     and of every step in events.jsonl."""
 
     def __init__(self, path: str, action: str, events: EventLog) -> None:
-        self._corridor, self._fails, self._events = read_corridor(path), action == "fail", events
+        self._corridor = read_corridor(path)
+        self._fails = action == "fail"
+        self._events = events
         self._said: set[str] = set()
 
     def look(self, step: int, record: Mapping[str, float]) -> None:
@@ -198,9 +199,9 @@ class Watch:
             )
         if new := [each for each in left if each.metric not in self._said]:
             self._said |= {each.metric for each in new}
-            more = (
-                f" and {len(new) - _SHOWN} more metrics: events.jsonl" if len(new) > _SHOWN else ""
-            )
+            more = ""
+            if len(new) > _SHOWN:
+                more = f" and {len(new) - _SHOWN} more metrics: events.jsonl"
             logger.warning("%s:\n- %s%s", text, "\n- ".join(map(str, new[:_SHOWN])), more)
 
 
@@ -210,7 +211,8 @@ def violations(config: TrainedConfig) -> Iterator[Violation]:
     if path is None:
         return
     try:
-        faults = (corridor := read_corridor(path)).faults(config)
+        corridor = read_corridor(path)
+        faults = corridor.faults(config)
         if config.eval.dataset is None and any(map(_is_of_evaluation, corridor.bands)):
             faults.append("eval.dataset is None, and the trusted runs have bands of evaluations")
     except InputError as error:
@@ -229,7 +231,8 @@ def recipe(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_corridor(path: str | Path) -> Corridor:
     """Raises InputError: the file is none that ``openrlhf-ext report`` wrote, or has metrics of
     another version."""
-    where, remedy = str(path), "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
+    where = str(path)
+    remedy = "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
     numbers = list_of(or_null(NUMBER))
     band = map_with({"low": numbers, "high": numbers})
     kinds = {"runs": INTEGER, "steps": INTEGER, "options": MAP, "bands": map_of(band)}
@@ -238,34 +241,31 @@ def read_corridor(path: str | Path) -> Corridor:
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
     found = check(content, where, kinds, remedy=remedy)
-    if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {
-        found["steps"]
-    }:
-        raise InputError(
-            f"{where}: a band must have as many numbers as there are steps, {found['steps']}; "
-            f"{remedy}"
-        )
-    if unknown := [
-        name for name in found["bands"] if not (is_documented(name) and is_banded(name))
-    ]:
+    steps = found["steps"]
+    unknown = []
+    upside_down = []
+    bands = {}
+    for name, sides in found["bands"].items():
+        if not len(sides["low"]) == len(sides["high"]) == steps:
+            raise InputError(
+                f"{where}: a band must have as many numbers as there are steps, {steps}; {remedy}"
+            )
+        if not (is_documented(name) and is_banded(name)):
+            unknown.append(name)
+        pairs = zip(sides["low"], sides["high"], strict=True)
+        bands[name] = [None if None in pair else pair for pair in pairs]
+        if any(pair and pair[0] > pair[1] for pair in bands[name]):
+            upside_down.append(name)
+    if unknown:
         raise InputError(
             f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; "
             f"{remedy}"
         )
-    bands = {
-        name: [
-            None if None in sides else sides
-            for sides in zip(band["low"], band["high"], strict=True)
-        ]
-        for name, band in found["bands"].items()
-    }
-    if upside_down := [
-        name for name, band in bands.items() if any(each and each[0] > each[1] for each in band)
-    ]:
+    if upside_down:
         raise InputError(
             f"{where}: low is above high in the bands of {', '.join(upside_down[:5])}; {remedy}"
         )
-    if found["runs"] < _FEWEST or not any(any(band) for band in bands.values()):
+    if found["runs"] < _FEWEST or not any(map(any, bands.values())):
         raise InputError(f"{where} has bands of no step, or of less than {_FEWEST} runs; {remedy}")
     return Corridor(Path(path), found["runs"], found["options"], bands)
 
@@ -278,7 +278,8 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
             f"a corridor needs at least {_FEWEST} trusted runs (twenty are better), each once; "
             f"got {count} of {len(folders)} folders"
         )
-    options, runs = recipe(_options(folders[0])), [_by_step(folder) for folder in folders]
+    options = recipe(_options(folders[0]))
+    runs = [_by_step(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
         theirs = recipe(_options(folder))
         if other := [
@@ -297,17 +298,16 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
                 f"{folder / 'metrics.jsonl'} lacks steps: it has {len(run)}, up to "
                 f"{max(run, default=0)}"
             )
+
     steps = max(runs[0])
-    bands = {
-        name: bands_of(name, runs, steps)
-        for name in sorted(set().union(*runs[0].values()))
-        if is_banded(name)
-    }
-    sides = {
-        name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
-        for name, band in bands.items()
-        if any(band)
-    }
+    sides = {}
+    for name in filter(is_banded, sorted(set().union(*runs[0].values()))):
+        bands = bands_of(name, runs, steps)
+        if any(bands):
+            sides[name] = {
+                "low": [band and band[0] for band in bands],
+                "high": [band and band[1] for band in bands],
+            }
     return {"runs": len(runs), "steps": steps, "options": options, "bands": sides}
 
 
@@ -344,36 +344,39 @@ def bands_of(
     metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]], steps: int
 ) -> list[tuple[float, float] | None]:
     """Of every step; None where not all runs have the metric. ``runs``: records by step."""
-    values = [
-        [run[step][metric] for run in runs if metric in run.get(step, {})]
-        for step in range(1, steps + 1)
-    ]
-    whole = [
-        each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values
-    ]
+    whole: list[list[float]] = []  # of every step; empty where a run has no number
+    for step in range(1, steps + 1):
+        values = [run[step][metric] for run in runs if metric in run.get(step, {})]
+        if len(values) < len(runs) or not all(map(math.isfinite, values)):
+            values = []
+        whole.append(values)
+
     # what is the same in all runs at every step is not like it is at other steps: a learning rate,
     # a count; at one step alone runs agree by chance
     reach = int(any(len({*each}) > 1 for each in whole))
-    near = [sum(whole[max(0, i - reach) : i + reach + 1], []) for i in range(steps)]
-    signed = any(value < 0 for each in whole for value in each)
-    return [
-        _band(metric, values, signed) if each else None
-        for each, values in zip(whole, near, strict=True)
-    ]
+    signed = any(min(each, default=0.0) < 0 for each in whole)
+    bands: list[tuple[float, float] | None] = [None] * steps
+    for place, each in enumerate(whole):
+        if each:
+            near = whole[max(0, place - reach) : place + reach + 1]
+            bands[place] = _band(metric, sum(near, []), signed)
+    return bands
 
 
 def _band(metric: str, values: Sequence[float], signed: bool) -> tuple[float, float]:
     """``signed``: the metric was negative at some step; it may be at those where it was not."""
-    low, high = min(values), max(values)
+    least, most = min(values), max(values)
     if _AGREEMENT.match(metric):
-        most = max(10 * max(high, -low), _ROUNDING)
-        return -most, most
-    if low > _ROUNDING and not signed:  # logarithms of rounding span everything
-        room = _ROOM * math.log(high / low) + 1e-6
-        low, high, least, most = low * math.exp(-room), high * math.exp(room), low, high
+        bound = max(10 * max(most, -least), _ROUNDING)
+        return -bound, bound
+    if least > _ROUNDING and not signed:  # logarithms of rounding span everything
+        room = _ROOM * math.log(most / least) + 1e-6
+        low = least * math.exp(-room)
+        high = most * math.exp(room)
     else:
-        room = _ROOM * (high - low) + _ROUNDING
-        low, high, least, most = low - room, high + room, low, high
+        room = _ROOM * (most - least) + _ROUNDING
+        low = least - room
+        high = most + room
     # of shares, and of what a user counts: a sample more or less where the trusted runs had none
     share = _SHARE * max(1.0, abs(most)) if unit_of(metric) in ("fraction", "") else 0.0
     return min(low, least - share), max(high, most + share)

@@ -52,7 +52,8 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path, single: str = SINGLE) -> None:
         """``single``: the file of a checkpoint that is not sharded; that of an adapter never is."""
-        self.path, self._single = Path(path), single
+        self.path = Path(path)
+        self._single = single
         self._opened: dict[Path, Any] = {}
         self._file_of = self._index()
 
@@ -83,9 +84,9 @@ class HFCheckpoint:
     def _index(self) -> dict[str, Path]:
         single = self._single
         if single != SINGLE or not (self.path / INDEX).exists():
-            absent = (
-                f"neither {SINGLE} nor {INDEX} found" if single == SINGLE else f"{single} not found"
-            )
+            absent = f"{single} not found"
+            if single == SINGLE:
+                absent = f"neither {SINGLE} nor {INDEX} found"
             return dict.fromkeys(self._keys(single, absent), self.path / single)
         index = read_json(self.path / INDEX, {"weight_map": map_of(FILE_NAME)})
         listed: dict[str, str] = index["weight_map"]
@@ -111,7 +112,8 @@ class HFCheckpoint:
 _CONFIGS = ("config.json", CONFIG)
 _SETTINGS = "tokenizer_config.json"
 # as transformers 5.19 reads them
-_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = "additional_chat_templates"
 _OF_MODEL = ("config.json", "generation_config.json")
 _OF_TOKENIZER = (
     "tokenizer.json",
@@ -131,6 +133,7 @@ _OF_TOKENIZER = (
     _TEMPLATE,
     f"{_TEMPLATES}/*.jinja",
 )
+_WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json", WEIGHTS)
 
 
 def read_side_files(source: str | Path, chat_template: str | None = None) -> dict[str, bytes]:
@@ -167,9 +170,16 @@ def tokenizer_files(source: str | Path) -> dict[str, bytes]:
 
 def _read(source: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     found = {}
-    for path in (path for pattern in patterns for path in sorted(source.glob(pattern))):
+    for path in _matching(source, patterns):
         with reading(path):
             found[path.relative_to(source).as_posix()] = path.read_bytes()
+    return found
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    found = []
+    for pattern in patterns:
+        found += sorted(folder.glob(pattern))
     return found
 
 
@@ -228,14 +238,8 @@ def save_hf(
     exists = target.exists()
     temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
-    _write_shards(
-        rows,
-        tensors,
-        dtype,
-        temporary,
-        max_shard_bytes if single == SINGLE else sys.maxsize,
-        single,
-    )
+    limit = max_shard_bytes if single == SINGLE else sys.maxsize
+    _write_shards(rows, tensors, dtype, temporary, limit, single)
     for name, content in side_files.items():
         write_file(temporary, name, [content])
     if config_changes:
@@ -276,21 +280,17 @@ def set_aside_hf(target: str | Path) -> Path | None:
     """Moves weights, configuration, tokenizer and card of a folder into one inside of it; returns
     where to, if any."""
     target = Path(target)
-    weights = _weight_files(target)
+    weights = _matching(target, _WEIGHT_FILES)
     if not weights:
         return None
+
     aside = free_name(target / "superseded")
     aside.mkdir()
     # the configuration first: a loader finds a whole checkpoint or none
     patterns = (CONFIG, *_OF_MODEL, *_OF_TOKENIZER[:-1], _TEMPLATES, "README.md")
-    for path in [*(path for pattern in patterns for path in target.glob(pattern)), *weights]:
+    for path in [*_matching(target, patterns), *weights]:
         path.rename(aside / path.name)
     return aside
-
-
-def _weight_files(target: Path) -> list[Path]:
-    patterns = ("model*.safetensors", "model*.safetensors.index.json", WEIGHTS)
-    return [path for pattern in patterns for path in target.glob(pattern)]
 
 
 def _beside(target: Path) -> Path:
@@ -322,7 +322,7 @@ def _replace(target: Path) -> None:
     for config in _CONFIGS:
         if any((complete / name).exists() for name in _CONFIGS):
             (target / config).unlink(missing_ok=True)
-    for stale in _weight_files(target):
+    for stale in _matching(target, _WEIGHT_FILES):
         if stale.name not in names:
             stale.unlink()
     for name in sorted(names, key=lambda name: name in _CONFIGS):
@@ -349,8 +349,7 @@ def _write_shards(
         name = single if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map |= {tensor.name: name for tensor in held}
         entries = [(tensor.name, dtype, tensor.shape) for tensor in held]
-        values = (part for tensor in held for part in _rows_of(tensor, dtype, remaining))
-        write_durably(folder / name, safetensors_chunks(entries, values))
+        write_durably(folder / name, safetensors_chunks(entries, _checked(remaining, held, dtype)))
     if (extra := next(remaining, None)) is not None:
         raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
     if len(files) > 1:
@@ -375,26 +374,32 @@ def _bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> Iterator[Tensor]:
-    expected = 0
-    while expected < tensor.shape[0]:
-        part = next(rows, None)
-        if part is None:
-            raise ValueError(
-                f"no rows come after row {expected} of {tensor.name}, which has {tensor.shape[0]}"
-            )
-        values = part.values
-        if (part.name, part.start, *values.shape[1:]) != (tensor.name, expected, *tensor.shape[1:]):
-            raise ValueError(
-                f"row {expected} of {tensor.name} {tensor.shape} was expected, row {part.start} "
-                f"of {part.name} came, of shape {tuple(values.shape)}"
-            )
-        if values.dtype != dtype or expected + len(values) > tensor.shape[0]:
-            raise ValueError(
-                f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came"
-            )
-        expected += len(values)
-        yield values
+def _checked(
+    rows: Iterator[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The values of the next rows, which must be those of the tensors, in order."""
+    for tensor in tensors:
+        name = tensor.name
+        shape = tensor.shape
+        expected = 0
+        while expected < shape[0]:
+            part = next(rows, None)
+            if part is None:
+                raise ValueError(
+                    f"no rows come after row {expected} of {name}, which has {shape[0]}"
+                )
+            values = part.values
+            if (part.name, part.start, *values.shape[1:]) != (name, expected, *shape[1:]):
+                raise ValueError(
+                    f"row {expected} of {name} {shape} was expected, row {part.start} "
+                    f"of {part.name} came, of shape {tuple(values.shape)}"
+                )
+            if values.dtype != dtype or expected + len(values) > shape[0]:
+                raise ValueError(
+                    f"{name} {shape} {dtype}: {len(values)} rows of {values.dtype} came"
+                )
+            expected += len(values)
+            yield values
 
 
 Problems = dict[str, list[str]]
@@ -410,9 +415,8 @@ def describe(problems: Mapping[str, Collection[str]]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return f"{names[:_LISTED]}" + (
-        f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    )
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{names[:_LISTED]}{more}"
 
 
 def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
@@ -451,15 +455,16 @@ def unaccounted_parameters(
     the shard that the rank holds of a rule's parameter."""
     filled = Counter(rule.parameter for rule in rules)
     wanted = {rule.parameter: shard_shape(rule, shape, held(rule).tp_size) for rule in rules}
+    other_shapes = []
+    for name, made in wanted.items():
+        if name in parameters and (own := tuple(parameters[name].shape)) != made:
+            other_shapes.append(f"{name}: {own}, its rule makes {made}")
+
     problems = {
         "parameters that no rule fills": [*(parameters.keys() - filled.keys())],
         "parameters that the model lacks": [*(filled.keys() - parameters.keys())],
         "parameters filled twice": [name for name, count in filled.items() if count > 1],
-        "parameters of another shape": [
-            f"{name}: {tuple(parameters[name].shape)}, its rule makes {wanted[name]}"
-            for name in wanted
-            if name in parameters and tuple(parameters[name].shape) != wanted[name]
-        ],
+        "parameters of another shape": other_shapes,
     }
     return {what: names for what, names in problems.items() if names}
 
@@ -468,28 +473,32 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
     """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem ->
     names. A critic's value head may be missing. Raises InputError: tied embeddings beside another
     head."""
-    known = {t.name: t.shape for t in hf_tensors(shape)}
+    known = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
     names = checkpoint.names
-    if shape.tied_embeddings and shape.family.output in names:
+    output = shape.family.output
+    if shape.tied_embeddings and output in names:
         require_tied_head(checkpoint.path)
+
     # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table
-    ignorable = {n for n in names if n.endswith("rotary_emb.inv_freq")} | (
-        {shape.family.output} if shape.tied_embeddings or shape.value_head is not None else set()
-    )
-    headers = {name: checkpoint.header(name) for name in names & known.keys()}
+    ignorable = {name for name in names if name.endswith("rotary_emb.inv_freq")}
+    if shape.tied_embeddings or shape.value_head is not None:
+        ignorable.add(output)
+
+    other_shapes = []
+    other_dtypes = []
+    for name in names & known.keys():
+        found, dtype = checkpoint.header(name)
+        if found != known[name]:
+            other_shapes.append(f"{name}: {found}, config.json says {known[name]}")
+        if dtype not in FLOAT_DTYPES:
+            other_dtypes.append(f"{name}: {dtype}")
+
+    missing = known.keys() - names - new_value_head(shape, checkpoint)
     problems = {
         "tensors of the checkpoint that no rule uses": [*(names - known.keys() - ignorable)],
-        "tensors missing from the checkpoint": [
-            *(known.keys() - names - new_value_head(shape, checkpoint))
-        ],
-        "tensors of another shape": [
-            f"{name}: {found}, config.json says {known[name]}"
-            for name, (found, _) in headers.items()
-            if found != known[name]
-        ],
-        f"tensors of another dtype than {'/'.join(FLOAT_DTYPES)}": [
-            f"{name}: {dtype}" for name, (_, dtype) in headers.items() if dtype not in FLOAT_DTYPES
-        ],
+        "tensors missing from the checkpoint": [*missing],
+        "tensors of another shape": other_shapes,
+        f"tensors of another dtype than {'/'.join(FLOAT_DTYPES)}": other_dtypes,
     }
     return {what: names for what, names in problems.items() if names}
 

@@ -97,16 +97,17 @@ class Ownership:
         stages = layout.pipeline_parallel_size
         most_streams = 1 if shape.num_experts else most_streams
         owned = [held for held in parameters(shape, layout) if held.gives]
-        copies = max(1, min(most_streams // stages, layout.copies))
-        entries = [sum(math.prod(whole) for whole in hf_shapes(held.rule, shape)) for held in owned]
-        totals = Counter[int]()
+
         # (stage, copy) of every rule: an equal share of the stage's entries for each copy
+        copies = max(1, min(most_streams // stages, layout.copies))
+        totals = Counter[int]()
         places = []
-        for held, count in zip(owned, entries, strict=True):
+        for held in owned:
             places.append((held.stage, totals[held.stage]))
-            totals[held.stage] += count
+            totals[held.stage] += sum(map(math.prod, hf_shapes(held.rule, shape)))
         places = [(stage, copies * before // totals[stage]) for stage, before in places]
         used = sorted(set(places), key=lambda place: place[::-1]) if most_streams > 1 else []
+
         self.tensors: dict[str, OwnedTensor] = {}
         for held, (stage, copy) in zip(owned, places, strict=True):
             rule = held.rule
@@ -115,18 +116,17 @@ class Ownership:
                 rank: placement(rule, shape, Shard.of(rule, layout, layout.place(rank)))
                 for rank in ranks
             }
-            for number, (name, whole) in enumerate(
-                zip(rule.hf_names, hf_shapes(rule, shape), strict=True)
-            ):
+            shapes = hf_shapes(rule, shape)
+            for number, (name, whole) in enumerate(zip(rule.hf_names, shapes, strict=True)):
                 if not name:
                     continue  # a module without an adapter
-                found = {
-                    rank: tuple(p for p in pieces if p.tensor == number)
-                    for rank, pieces in given.items()
-                }
-                slices = {rank: pieces for rank, pieces in found.items() if pieces}
+                slices = {}
+                for rank, pieces in given.items():
+                    if own := tuple(piece for piece in pieces if piece.tensor == number):
+                        slices[rank] = own
                 stream = used.index((stage, copy)) if used else 0
                 self.tensors[name] = OwnedTensor(rule, held.chunk, number, whole, slices, stream)
+
         givers: list[set[int]] = [set() for _ in range(max(1, len(used)))]
         for tensor in self.tensors.values():
             givers[tensor.stream].update(tensor.slices)
@@ -141,7 +141,7 @@ def _holders(layout: ParallelLayout, stage: int, copy: int, share: int | None) -
     or of none."""
     if share is not None:
         return layout.ranks(stage=stage, expert=share, expert_replica=copy)
-    replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
+    context, replica = divmod(copy, layout.data_parallel_size)
     return layout.ranks(stage=stage, context=context, replica=replica)
 
 
@@ -173,10 +173,13 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     The value head of a critic stays as it is if the checkpoint has none. Raises WeightMapError,
     which lists what does not fit.
     """
-    checkpoint = HFCheckpoint(path, WEIGHTS if shape.adapter_rank else SINGLE)
-    new_head, problems = new_value_head(shape, checkpoint), unaccounted_tensors(checkpoint, shape)
+    file = WEIGHTS if shape.adapter_rank else SINGLE
+    checkpoint = HFCheckpoint(path, file)
+    new_head = new_value_head(shape, checkpoint)
+    problems = unaccounted_tensors(checkpoint, shape)
     for chunk in chunks:
-        rules, named = model_rules(chunk, shape), parameters_of(chunk, shape)
+        rules = model_rules(chunk, shape)
+        named = parameters_of(chunk, shape)
         for what, names in unaccounted_parameters(rules, shape, named, own_shard).items():
             problems.setdefault(what, []).extend(names)
     if problems:
@@ -203,8 +206,15 @@ def fill_rules(
     for chunk in chunks:
         named = parameters_of(chunk, shape)
         for rule in model_rules(chunk, shape):
-            if (read := values(rule)) is not None:
-                _fill(named[rule.parameter], rule, read, shard_runs(rule, shape, own_shard(rule)))
+            if (read := values(rule)) is None:
+                continue
+            parameter = named[rule.parameter]
+            # files hold at most fp32
+            most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))
+            parts = []
+            for run in shard_runs(rule, shape, own_shard(rule)):
+                parts += run.split(most)
+            fill_shard(parameter.detach(), rule, parts, read)
 
 
 def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
@@ -215,12 +225,6 @@ def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, to
         for name, parameter in chunk.named_parameters()
         if is_of_adapter(name) == wanted
     }
-
-
-def _fill(parameter: Tensor, rule: Rule, read: Reader, runs: list[Run]) -> None:
-    # files hold at most fp32
-    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))
-    fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
 
 class Part(NamedTuple):
@@ -259,22 +263,22 @@ class HFExporter:
         """The parameters of ``chunks`` are read at every export. ``value``: what to export of a
         parameter, of its shape (its gradient, say); None: its data. ``dtype`` is that of values,
         None: that of the model's parameters."""
-        self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
+        self._value = value or torch.Tensor.detach
+        self._rank = dist.get_rank()
         self._dtype = dtype or next(chunks[0].parameters()).dtype
-        self._tensors, self.streams = ownership.tensors, ownership.streams
+        self._tensors = ownership.tensors
+        self.streams = ownership.streams
         self.stream = next(
             (number for number, ranks in enumerate(self.streams) if self._rank in ranks), None
         )
         self._givers = self.streams[self.stream or 0]
         self.root = self._givers[0]
-        alone = len(self.streams) == 1
-        self._group = (
-            parallel_state.get_model_parallel_group()
-            if alone
-            else parallel_state.get_tensor_model_parallel_group()
-        )
         if ownership.is_of_all_ranks:
             self._group = dist.group.WORLD
+        elif len(self.streams) == 1:
+            self._group = parallel_state.get_model_parallel_group()
+        else:
+            self._group = parallel_state.get_tensor_model_parallel_group()
         # the group of all ranks has had its first call long ago
         self._is_connected = len(self._givers) == 1 or ownership.is_of_all_ranks
         self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
@@ -349,24 +353,18 @@ class HFExporter:
         multiplied by a number of its tensor's and mixed. A collective of all ranks."""
         total: Tensor | int = 0
         for name, parameter in self._own.items():
-            number = (
-                int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-                >> 1
-                | 1
-            )
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            number = int.from_bytes(digest, "little") >> 1 | 1
             values = self._value(parameter)
+            integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
             for piece in self._tensors[name].slices[self._rank]:
-                flat = piece.of_shard(values).contiguous().view(-1)
-                for part in flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()]).split(
-                    _SUMMED_AT_ONCE
-                ):
+                bits = piece.of_shard(values).contiguous().view(-1).view(integers)
+                for part in bits.split(_SUMMED_AT_ONCE):
                     mixed = part.long() * number
                     total = total + (mixed ^ (mixed >> 32)).sum()
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         found = torch.as_tensor(total, dtype=torch.int64, device=device)
         dist.all_reduce(found)
         return f"{found.item() % (1 << 64):016x}"
@@ -398,13 +396,16 @@ class HFExporter:
             self._is_connected = True
 
     def _send(self, parts: Sequence[Part]) -> None:
-        pieces = [values.flatten() for part in parts for _, values in self._held(part)]
+        pieces = []
+        for part in parts:
+            pieces += [values.flatten() for _, values in self._held(part)]
         if pieces:
             _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), self.root, self._group)])
 
     def _receive(self, parts: Sequence[Part]) -> list[tuple[int, Tensor]]:
         like = self._value(next(iter(self._own.values())))
-        messages, operations = [], []
+        messages = []
+        operations = []
         for rank in self._givers:
             size = sum(math.prod(shape) for _, _, shape in self._contents(parts, rank))
             if rank != self.root and size:
@@ -467,11 +468,10 @@ class HFExporter:
                     # NCCL's calls return before the peer has arrived
                     torch.cuda.current_stream().synchronize()
             for part in parts if self._rank == 0 else []:
-                yield HFRows(
-                    part.name,
-                    part.start,
-                    targets[part] if part in targets else next(self._held(part))[1],
-                )
+                values = targets.get(part)
+                if values is None:  # it did not travel
+                    _, values = next(self._held(part))
+                yield HFRows(part.name, part.start, values)
 
     def _is_whole_on_rank_0(self, part: Part) -> bool:
         pieces = self._pieces(part, 0)
@@ -489,7 +489,8 @@ class HFExporter:
             entries = math.prod(self._shape_of(part))
             if batch and entries > room:
                 yield batch
-                batch, room = [], most_entries
+                batch = []
+                room = most_entries
             batch.append(part)
             room -= entries
         yield batch

@@ -61,23 +61,24 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
         chosen = targeted(rule, targets)
         if not chosen:
             continue
-        a, b = (rule.parameter.removesuffix("weight") + name for name in ("lora_a", "lora_b"))
-        of_a, of_b = (
-            tuple(
-                f"base_model.model.{name.removesuffix('weight')}{matrix}.weight"
-                for name in rule.hf_names
-            )
-            for matrix in ("lora_A", "lora_B")
-        )
+        linear = rule.parameter.removesuffix("weight")
+        parameter_a = f"{linear}lora_a"
+        parameter_b = f"{linear}lora_b"
+        modules = [f"base_model.model.{name.removesuffix('weight')}" for name in rule.hf_names]
+        of_a = tuple(f"{module}lora_A.weight" for module in modules)
+        of_b = tuple(f"{module}lora_B.weight" for module in modules)
         if rule.split == "row":
-            yield replace(rule, parameter=a, hf_names=of_a, rows=("adapter",))
-            yield replace(rule, parameter=b, hf_names=of_b, split="replicated", columns="adapter")
+            yield replace(rule, parameter=parameter_a, hf_names=of_a, rows=("adapter",))
+            yield replace(
+                rule, parameter=parameter_b, hf_names=of_b, split="replicated", columns="adapter"
+            )
             continue
+
         named = tuple(of_a[number] for number in chosen)
-        stacked: tuple[Size, ...] = tuple("adapter" for _ in named)
-        yield Rule(a, named, "replicated", stacked, rule.columns)
+        stacked: tuple[Size, ...] = ("adapter",) * len(named)
+        yield Rule(parameter_a, named, "replicated", stacked, rule.columns)
         present = tuple(name if number in chosen else "" for number, name in enumerate(of_b))
-        yield replace(rule, parameter=b, hf_names=present, columns="adapter")
+        yield replace(rule, parameter=parameter_b, hf_names=present, columns="adapter")
 
 
 def stage_rules(
@@ -99,7 +100,8 @@ def stage_rules(
     family = shape.family
     rules = [family.embedding_rule] if first else []
     of_layer = list(_layer_rules(shape, shares, share))
-    rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in of_layer]
+    for number, layer in enumerate(layers):
+        rules += [rule.at_layer(number, layer) for rule in of_layer]
     if last:
         rules.append(family.final_norm_rule)
         if shape.value_head is not None:
@@ -113,16 +115,18 @@ def stage_rules(
 
 def _layer_rules(shape: ModelShape, shares: int, share: int | None) -> Iterator[Rule]:
     """Those of a decoder layer, for every expert one after the other."""
-    each = shape.num_experts // shares
-    numbers = range(shape.num_experts) if share is None else range(share * each, (share + 1) * each)
+    per_share = shape.num_experts // shares
+    numbers = range(shape.num_experts)
+    if share is not None:
+        numbers = range(share * per_share, (share + 1) * per_share)
     for of_experts, rules in groupby(shape.family.layer_rules, key=lambda rule: rule.is_of_experts):
+        if not of_experts:
+            yield from rules
+            continue
         together = list(rules)
-        if of_experts:
-            yield from (
-                rule.at_expert(number % each, number) for number in numbers for rule in together
-            )
-        else:
-            yield from together
+        for number in numbers:
+            for rule in together:
+                yield rule.at_expert(number % per_share, number)
 
 
 class Held(NamedTuple):
@@ -142,7 +146,8 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
     """All parameters of the model in HF order, each with the stage and chunk that hold it."""
     shares = layout.expert_parallel_size
     for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
-        first, last = layers.start == 0, layers.stop == shape.num_layers
+        first = layers.start == 0
+        last = layers.stop == shape.num_layers
         for rule in stage_rules(shape, layers, first, last, shares):
             share = None if rule.expert is None else rule.expert * shares // shape.num_experts
             yield Held(
@@ -179,12 +184,12 @@ def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
     rules = {
         rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)
     }
-    each = range(max(1, shape.num_experts // shares))
-    built = [
-        f"decoder.layers.0.{name}".replace("{expert}", str(number))
-        for name in shape.family.parameters
-        for number in (each if "{expert}" in name else range(1))
-    ]
+    experts = range(max(1, shape.num_experts // shares))
+    built = []
+    for name in shape.family.parameters:
+        numbers = experts if "{expert}" in name else range(1)
+        name = f"decoder.layers.0.{name}"
+        built += [name.replace("{expert}", str(number)) for number in numbers]
     held = [rules[name] for name in built if name in rules] or [*rules.values()]
     sizes = [cut.tensor if rule.expert is None else cut.expert_tensor for rule in held]
     return tuple(
@@ -213,12 +218,12 @@ class HFTensor:
 def hf_tensors(shape: ModelShape) -> list[HFTensor]:
     """Every tensor of the HF checkpoint, in the order in which ``HFExporter.rows`` yields them."""
     rules = stage_rules(shape, range(shape.num_layers), first=True, last=True)
-    return [
-        HFTensor(n, s)
-        for rule in rules
-        for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True)
-        if n
-    ]
+    tensors = []
+    for rule in rules:
+        for name, whole in zip(rule.hf_names, hf_shapes(rule, shape), strict=True):
+            if name:  # else a module without an adapter
+                tensors.append(HFTensor(name, whole))
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -243,13 +248,14 @@ def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     rule's axis."""
     if rule.split in ("qkv", "gate_up"):
         rows = [shape.sizes[part] for part in rule.rows]
+        starts = [0, *accumulate(rows)]
         runs = _qkv_runs(shape) if rule.split == "qkv" else _gate_up_runs(rows[0] // size, size)
-        return [_in_stack(rule, run, [0, *accumulate(rows)]) for run in runs]
+        return [_in_stack(rule, run, starts) for run in runs]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
-    length = hf_shapes(rule, shape)[0][rule.axis]
+    whole = Run(0, 0, hf_shapes(rule, shape)[0][rule.axis])
     padding = shape.padded_vocab_size(size) - shape.vocab_size if rule.split == "vocab" else 0
-    return [Run(0, 0, length), *([Run(None, 0, padding)] if padding else [])]
+    return [whole, Run(None, 0, padding)] if padding else [whole]
 
 
 def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
@@ -262,9 +268,9 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
 
 def _gate_up_runs(part: int, size: int) -> Iterator[Run]:
     """Per shard its part of the gate, then of up."""
-    return (
-        Run(tensor, rank * part, (rank + 1) * part) for rank in range(size) for tensor in (0, 1)
-    )
+    for rank in range(size):
+        for tensor in (0, 1):
+            yield Run(tensor, rank * part, (rank + 1) * part)
 
 
 def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
@@ -299,10 +305,13 @@ def shard_runs(rule: Rule, shape: ModelShape, shard: Shard) -> list[Run]:
     if rule.split == "replicated":
         return runs
     length = sum(map(len, runs)) // shard.tp_size
-    begin, end = shard.tp * length, (shard.tp + 1) * length
-    mine, position = [], 0
+    begin = shard.tp * length
+    end = begin + length
+    mine = []
+    position = 0
     for run in runs:
-        low, high = max(begin, position), min(end, position + len(run))
+        low = max(begin, position)
+        high = min(end, position + len(run))
         if low < high:
             mine.append(Run(run.tensor, run.start + low - position, run.start + high - position))
         position += len(run)
@@ -353,7 +362,8 @@ class Piece:
     def between(self, start: int, stop: int) -> Piece:
         """What of a run of rows lies in rows [start, stop) of the tensor, of which its place is
         then counted."""
-        first, end = max(self.target, start), min(self.target + self.length, stop)
+        first = max(self.target, start)
+        end = min(self.target + self.length, stop)
         source = self.source + first - self.target
         return replace(self, target=first - start, source=source, length=max(0, end - first))
 
@@ -364,7 +374,8 @@ def placement(rule: Rule, shape: ModelShape, shard: Shard) -> tuple[Piece, ...]:
     hold whole."""
     if rule.split == "replicated" and shard.tp != 0:
         return ()
-    pieces, position = [], 0
+    pieces = []
+    position = 0
     for run in shard_runs(rule, shape, shard):
         if run.tensor is not None:
             pieces.append(Piece(run.tensor, rule.axis, run.start, position, len(run)))

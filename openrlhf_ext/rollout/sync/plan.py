@@ -158,15 +158,14 @@ class BucketPlan:
     def fingerprint(self) -> int:
         """63-bit number that differs when names, shapes, dtypes, order, streams or packing
         differ."""
-        places = [
-            ((bucket.index, bucket.stream), slot)
-            for bucket in self.buckets
-            for slot in bucket.slots
-        ]
-        text = repr(
-            [(i, s.offset, s.name, s.shape, s.start, s.stop, str(s.dtype)) for i, s in places]
-        )
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        places = []
+        for bucket in self.buckets:
+            where = bucket.index, bucket.stream
+            for slot in bucket.slots:
+                rows = slot.name, slot.shape, slot.start, slot.stop, str(slot.dtype)
+                places.append((where, slot.offset, *rows))
+        digest = hashlib.blake2b(repr(places).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -182,9 +181,8 @@ def _check(tensors: Sequence[Spec], bucket_bytes: int) -> None:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if not tensors:
         raise ValueError("a bucket plan needs at least one tensor, got none")
-    if twice := sorted(
-        name for name, count in Counter(name for name, _, _ in tensors).items() if count > 1
-    ):
+    counts = Counter(name for name, _, _ in tensors)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"tensor names must be unique in a bucket plan; more than once: {twice}")
 
 
@@ -206,12 +204,10 @@ class _Piece(NamedTuple):
 
 def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
     _, shape, dtype = spec
-    rows, size = _rows(shape), _aligned_bytes(shape, dtype)
-    at_once = rows
-    if size > bucket_bytes:
-        at_once = max(
-            1, bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES // _nbytes(shape[1:], dtype)
-        )
+    at_once = rows = _rows(shape)
+    if _aligned_bytes(shape, dtype) > bucket_bytes:
+        room = bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        at_once = max(1, room // _nbytes(shape[1:], dtype))
     for start in range(0, max(1, rows), max(1, at_once)):
         yield _Piece(spec, start, min(start + at_once, rows))
 
@@ -219,12 +215,15 @@ def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
 def _split(tensors: Sequence[Spec], bucket_bytes: int, share: int) -> Iterator[list[_Piece]]:
     group: list[_Piece] = []
     used = index = 0
-    for piece in (piece for spec in tensors for piece in _pieces(spec, bucket_bytes)):
-        if group and used + piece.aligned_bytes > share >> max(0, _SMALLER_BUCKETS - index):
-            yield group
-            group, used, index = [], 0, index + 1
-        group.append(piece)
-        used += piece.aligned_bytes
+    for spec in tensors:
+        for piece in _pieces(spec, bucket_bytes):
+            if group and used + piece.aligned_bytes > share >> max(0, _SMALLER_BUCKETS - index):
+                yield group
+                group = []
+                used = 0
+                index += 1
+            group.append(piece)
+            used += piece.aligned_bytes
     yield group
 
 
@@ -260,12 +259,12 @@ def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
     contiguous, or cut otherwise."""
     if not tensor.is_contiguous():
         return None
-    flat, block = tensor.detach().view(-1), 8 * _BLOCK
-    if len(shape) < 2 or shape[-1] * tensor.element_size() % (block * workers):
-        return flat.view(
-            {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        )
-    if tensor.shape[-1] * tensor.element_size() % block or tensor.data_ptr() % 8:
+    flat = tensor.detach().view(-1)
+    size = tensor.element_size()
+    block = 8 * _BLOCK
+    if len(shape) < 2 or shape[-1] * size % (block * workers):
+        return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    if tensor.shape[-1] * size % block or tensor.data_ptr() % 8:
         return None
     return flat.view(torch.int64).view(-1, _BLOCK)
 
@@ -355,9 +354,9 @@ class SentSums:
         parts = [part for part in found if part is not None]
         assert len(parts) == len(found), "rows of a tensor are contiguous and begin at a word"
         for slot, total in zip(bucket.slots, bit_sums(parts).unbind(), strict=True):
-            self._sums[slot.name] = (
-                self._sums[slot.name] + total if slot.name in self._sums else total
-            )
+            if slot.name in self._sums:
+                total = self._sums[slot.name] + total
+            self._sums[slot.name] = total
 
     def take(self) -> list[int]:
         """The sum of every tensor, in the plan's order; 0 of those that other senders have sent."""
@@ -369,13 +368,15 @@ def together(
     load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]
 ) -> Receipt:
     """An engine's receipt from its workers' (sum, entries, whether as received) of every tensor."""
-    tensors = list(zip(*workers, strict=True))
-    return Receipt(
-        max(load_s),
-        [sum(each[0] for each in tensor) % _MODULUS for tensor in tensors],
-        [sum(each[1] for each in tensor) for tensor in tensors],
-        sum(any(each[2] for each in tensor) for tensor in tensors),
-    )
+    sums = []
+    entries = []
+    as_received = 0
+    for tensor in zip(*workers, strict=True):
+        parts, held, received = zip(*tensor, strict=True)
+        sums.append(sum(parts) % _MODULUS)
+        entries.append(sum(held))
+        as_received += any(received)
+    return Receipt(max(load_s), sums, entries, as_received)
 
 
 def check_receipts(

@@ -22,7 +22,9 @@ DEADLINES = {
     "vllm.hang_timeout_s": 15, "vllm.start_timeout_s": 120, "weight_sync.timeout_s": 15, "reward.timeout_s": 20,
     "megatron.collective_timeout_s": 20, "megatron.start_timeout_s": 120, "train.step_timeout_s": 60,
 }  # fmt: skip
-_NOTICED_S, _ENDS_S, _FAULT_S = 200.0, 420.0, 60.0
+_NOTICED_S = 200.0
+_ENDS_S = 420.0
+_FAULT_S = 60.0
 _NOTICED = ("failure", "interrupted", "engine_replaced", "restart")
 _STATUSES = {0, 1, 129, 130, 137, 143, -1, -2, -9, -15}
 _SAID = 300
@@ -49,34 +51,33 @@ class Campaign:
             log = self.undisturbed / "log0"
             said = log.read_text(errors="replace").partition("the run failed")[2]
             short = [f"--{name} {seconds}" for name, seconds in DEADLINES.items() if name in said]
-            hint = (
-                f" (chaos sets {', '.join(short)} unless they are given: give longer ones)"
-                if short
-                else ""
-            )
+            hint = ""
+            if short:
+                hint = f" (chaos sets {', '.join(short)} unless they are given: give longer ones)"
             wrong.append(f"the undisturbed run ended with {status}; what it said: {log}{hint}")
-        steps = max(
-            (r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0
-        )
+        records = read_records(self.undisturbed / "run/metrics.jsonl")
+        steps = max((record["step"] for record in records), default=0)
         return time.monotonic() - began, wrong, steps
 
     def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
         """Starts the run, does to it what was drawn, goes on until it has ended in order, and
         judges."""
-        pending, rows, wrong, began = (
-            list(drawn),
-            list[dict[str, Any]](),
-            list[str](),
-            time.monotonic(),
-        )
+        began = time.monotonic()
+        pending = list(drawn)
+        rows: list[dict[str, Any]] = []
+        wrong: list[str] = []
         statuses: list[int | None] = []
         while 0 not in statuses and len(statuses) < len(drawn) + 2:
             words = ["--train.max_restarts", str(restarts)]
-            words += ["--ckpt.load_enable"] if statuses else []
-            words += ["--ckpt.fallback_enable"] if statuses or restarts else []
+            if statuses:
+                words.append("--ckpt.load_enable")
+            if statuses or restarts:
+                words.append("--ckpt.fallback_enable")
             until = time.monotonic() + _ENDS_S + 2 * self.seconds + _FAULT_S * len(pending)
             status, found = self._start(folder, words, pending, until, rows)
-            statuses, wrong = [*statuses, status], wrong + found
+            statuses.append(status)
+            wrong += found
+
         exact = self.exact and all(
             FAULTS[row["fault"]].exact for row in rows if "missed" not in row
         )
@@ -111,11 +112,10 @@ class Campaign:
         run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
         try:
             while pending:
-                drawn, known = pending[0], max((row["reached"] + 1 for row in rows), default=0)
+                drawn = pending[0]
                 # what the last fault does is seen before the next one comes
-                if not run.reach(
-                    drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until
-                ):
+                step = max([drawn.step, *(row["reached"] + 1 for row in rows)])
+                if not run.reach(drawn.phase, step, FAULTS[drawn.fault].victim, until):
                     break
                 rows.append(_inject(run, pending.pop(0)))
                 if drawn.fault.endswith("_command"):  # it ends, after the step under way
@@ -142,18 +142,21 @@ class Campaign:
         for row in rows:
             if "missed" in row:
                 continue
-            at, reached = row["at"], row.pop("reached")
+            at = row["at"]
+            reached = row.pop("reached")
             noticed = at + row.get("detected_s", 0.0)  # a step that was under way is no recovery
-            later = next((r for r in records if r["time"] > noticed and r["step"] > reached), None)
-            if later is None:  # there was no later step to come
+            for later in records:
+                if later["time"] > noticed and later["step"] > reached:
+                    break
+            else:  # there was no later step to come
                 continue
+
             row["recovered_s"] = later["time"] - at
-            before = max((r["time"] for r in records if r["time"] <= at), default=0.0)
+            times = [record["time"] for record in records if record["time"] <= at]
             calls = _calls(folder)
-            again = bisect(calls, later["time"]) - bisect(calls, before)
-            row["samples_again"] = max(
-                0, again - usual.get(later["step"], 0) + usual.get(reached, 0)
-            )
+            graded = bisect(calls, later["time"]) - bisect(calls, max(times, default=0.0))
+            needed = usual.get(later["step"], 0) - usual.get(reached, 0)
+            row["samples_again"] = max(0, graded - needed)
 
 
 def run_command(
@@ -174,13 +177,13 @@ def run_command(
     }
     if reward is not None:
         given["reward.remote_url"] = folder / "reward.py"
-        module, name = Spoiled.__module__, Spoiled.__name__
-        made = (
-            f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        made = f"chaos.{Spoiled.__name__}({reward!r}, {str(folder)!r})"
+        (folder / "reward.py").write_text(
+            f"import {Spoiled.__module__} as chaos\n\nreward_func = {made}\n"
         )
-        (folder / "reward.py").write_text(made)
-    own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words, *own]
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words]
+    for option, value in given.items():
+        command += [f"--{option}", str(value)]
     return [*command, "--train.full_determinism_enable", *more]
 
 
@@ -202,49 +205,52 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     """Adds to the faults of this start when the run noticed, and what came of it; returns what it
     did not say. What happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    events, records = (_all_of(run.folder, name) for name in ("events", "metrics"))
+    events = _all_of(run.folder, "events")
+    records = _all_of(run.folder, "metrics")
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
-        noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
+        noticed = []
+        for event in events:
+            if event["event"] in _NOTICED and row["at"] < event["time"] <= ended:
+                noticed.append(event)
         kinds = {event["event"] for event in noticed}
         went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
-        row["result"] = (
-            "restarted"
-            if "restart" in kinds
-            else f"ended with {status}"
-            if status and not following
-            else "engine replaced"
-            if "engine_replaced" in kinds
-            else "went on"
-            if went_on
-            else "overtaken by the next"
-        )
-        if row["result"] in ("went on", "overtaken by the next"):
+        if "restart" in kinds:
+            row["result"] = "restarted"
+        elif status and not following:
+            row["result"] = f"ended with {status}"
+        elif "engine_replaced" in kinds:
+            row["result"] = "engine replaced"
+        else:
+            row["result"] = "went on" if went_on else "overtaken by the next"
             continue
-        row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
+
+        row["detected_s"] = min([event["time"] for event in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following["from"] if following else None]
-        row["said"] = next(
-            iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), ""
-        )
+        said = re.search(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)
+        row["said"] = said[0] if said else ""
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
+
         # it did not listen to signals yet
         unheard = row["phase"] == "start" and status is not None and status < 0
         own = FAULTS[row["fault"]].names
         # what an earlier fault of this start has stopped may be noticed only now
         earlier = [FAULTS[each["fault"]].names for each in here[: here.index(row)]]
-        if not unheard and not re.search(
-            "|".join(filter(None, [own, *earlier])) if own else "", text
-        ):
+        names = "|".join(filter(None, [own, *earlier]))
+        if own and not unheard and not re.search(names, text):
             wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
 
 
 def _all_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """Records, also those that were moved aside by a restart, or removed with the run folder."""
-    paths = [path for kept in (REMOVED, "run") for path in (folder / kept).glob(f"{name}.jsonl*")]
-    return [record for path in paths for record in read_records(path)]
+    records = []
+    for kept in (REMOVED, "run"):
+        for path in (folder / kept).glob(f"{name}.jsonl*"):
+            records += read_records(path)
+    return records
 
 
 def _calls(folder: Path) -> list[float]:
@@ -276,7 +282,8 @@ def described(trial: Mapping[str, Any]) -> list[str]:
         again = [f"{row['samples_again']} samples again"] if row.get("samples_again") else []
         said = row.get("missed") or ", ".join([row["result"], *times, *again])
         lines.append(f"{row['fault']:<24} {row['phase']:<11} step {row['step']:<4} {said}")
-    lines += [f"  left in TMPDIR: {', '.join(trial['left'])}"] if trial["left"] else []
+    if trial["left"]:
+        lines.append(f"  left in TMPDIR: {', '.join(trial['left'])}")
     return lines + [f"  DID NOT HOLD: {wrong}" for wrong in trial["wrong"]]
 
 
@@ -284,21 +291,26 @@ def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether all held, of at least one fault; runs that nothing was done to count only if
     something was wrong.
     ``effective``: the time of undisturbed runs over that of the disturbed ones."""
-    rows = [row for trial in trials for row in trial["faults"] if "missed" not in row]
-    trials = [t for t in trials if t["wrong"] or any("missed" not in row for row in t["faults"])]
-    failed = sum(bool(trial["wrong"]) for trial in trials)
-    effective = sum(t["undisturbed_seconds"] for t in trials) / max(
-        1e-9, sum(t["seconds"] for t in trials)
-    )
-    held = f"{len(trials) - failed} of {len(trials)} runs with {len(rows)} faults held"
-    sentence = (
-        f"{held}; effective training time {effective:.0%}"
-        if trials
-        else "no fault could be done to a run"
-    )
+    counted = []
+    faults = 0
+    for trial in trials:
+        done = sum("missed" not in row for row in trial["faults"])
+        faults += done
+        if done or trial["wrong"]:
+            counted.append(trial)
+
+    failed = sum(bool(trial["wrong"]) for trial in counted)
+    usual = sum(trial["undisturbed_seconds"] for trial in counted)
+    effective = usual / max(1e-9, sum(trial["seconds"] for trial in counted))
+    sentence = "no fault could be done to a run"
+    if counted:
+        sentence = (
+            f"{len(counted) - failed} of {len(counted)} runs with {faults} faults held; "
+            f"effective training time {effective:.0%}"
+        )
     return {
-        "held": bool(rows) and not failed,
-        "faults": len(rows),
+        "held": faults > 0 and not failed,
+        "faults": faults,
         "effective": effective,
         "sentence": sentence,
     }

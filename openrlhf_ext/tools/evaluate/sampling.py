@@ -67,7 +67,9 @@ class TransformersSampler:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate
     ) -> None:
-        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
         options = self._options.model_copy(
@@ -102,32 +104,37 @@ class EngineSampler:
     def __init__(
         self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate
     ) -> None:
-        self._engine, self._tokenizer, self._options = engine, tokenizer, options
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._options = options
         self._eos = _eos_ids(saved_generation_config(Path(options.model or "")), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
-        options, samples = self._options, self._options.n_samples
+        options = self._options
+        count = options.n_samples
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        repeated = []
+        seeds = []
+        for ids, place in zip(prompt_ids, places, strict=True):
+            repeated += [ids] * count
+            seeds += [derived_seed(options.seed, place, sample) for sample in range(count)]
         sampled = await self._engine.complete(
-            [ids for ids in prompt_ids for _ in range(samples)],
-            [
-                derived_seed(options.seed, place, sample)
-                for place in places
-                for sample in range(samples)
-            ],
+            repeated,
+            seeds,
             temperature=options.temperature,
             top_p=options.top_p,
             max_tokens=options.max_new_tokens,
             stop_token_ids=self._eos,
         )
+
         found = iter(sampled)
-        return [
-            [
-                _completion(self._tokenizer, ids, new_ids, self._eos)
-                for new_ids in islice(found, samples)
-            ]
-            for ids in prompt_ids
-        ]
+        completions = []
+        for ids in prompt_ids:
+            own = islice(found, count)
+            completions.append(
+                [_completion(self._tokenizer, ids, new_ids, self._eos) for new_ids in own]
+            )
+        return completions
 
 
 def sample_completions(
@@ -147,8 +154,10 @@ def sample_completions(
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
     _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, options.max_new_tokens))
     config = _generation_config(model, tokenizer, options)
-    rows = [i for i in range(len(prompts)) for _ in range(options.n_samples)]
-    order = sorted(rows, key=lambda i: len(prompt_ids[i]))  # those of similar length share a batch
+    # Prompts of similar length share a batch, and so do the copies of one. The longest come first,
+    # so that the largest batch fails for memory at once rather than at the end.
+    rows = [*range(len(prompts))] * options.n_samples
+    rows.sort(key=lambda row: (len(prompt_ids[row]), row), reverse=True)
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, options.device)  # transformers' own wrapper of it has no type
     with (
@@ -156,11 +165,12 @@ def sample_completions(
         _seeded(options.seed, torch.device(options.device)),
         threads_for(model),
     ):
-        for rows in _chunks(order, options.batch_size):
-            generated = _generate(model, [prompt_ids[i] for i in rows], config)
-            for i, new_ids in zip(rows, generated, strict=True):
-                completions[i].append(
-                    _completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id)
+        for start in range(0, len(rows), options.batch_size):
+            batch = rows[start : start + options.batch_size]
+            generated = _generate(model, [prompt_ids[row] for row in batch], config)
+            for row, new_ids in zip(batch, generated, strict=True):
+                completions[row].append(
+                    _completion(tokenizer, prompt_ids[row], new_ids, config.eos_token_id)
                 )
     return completions
 
@@ -198,24 +208,24 @@ def _generation_config(
 
     eos = _eos_ids(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    sampling = {
-        "do_sample": True,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": 0,
-    }
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        sampling = {
+            "do_sample": True,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": 0,
+        }
     return GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        **(sampling if options.temperature > 0 else {"do_sample": False}),
+        max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling
     )
 
 
 @contextmanager
 def _evaluating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """Evaluation mode, and no defaults of the model that ``generate`` would mix into ``config``."""
-    was_training, own_config = model.training, model.generation_config
+    was_training = model.training
+    own_config = model.generation_config
     model.eval()
     model.generation_config = config
     try:
@@ -227,7 +237,8 @@ def _evaluating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
 
@@ -243,13 +254,6 @@ def threads_for(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _chunks(order: list[int], size: int) -> Iterator[list[int]]:
-    """Longest prompts first, so that the largest batch fails for memory at once rather than at the
-    end."""
-    descending = order[::-1]
-    return (descending[start : start + size] for start in range(0, len(descending), size))
 
 
 def _generate(
@@ -285,10 +289,11 @@ def _completion(
 ) -> Completion:
     end = next((position + 1 for position, token in enumerate(new_ids) if token in stops), None)
     kept = new_ids[:end]
+    body = kept if end is None else kept[:-1]
     return Completion(
         query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
-        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)),
+        body=str(tokenizer.decode(body, skip_special_tokens=False)),
         tokens=len(kept),
         truncated=end is None,
     )
