@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     path = parser.parse_args(argv).folder / LEDGER
     none = (
-        f"{path} is no file; RUN_DIR is the folder of a run; supervised runs and runs of earlier "
-        "releases have none"
+        f"{path} is not a file; RUN_DIR is the folder of a run; supervised runs and runs of "
+        "earlier releases have none"
     )
     try:
         if not path.is_file():  # to open a named pipe waits for ever

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         if is_first:
-            logger.warning("SIGINT: the run had not begun")
+            logger.warning("SIGINT: the run had not started")
         return INTERRUPTED[signal.SIGINT]
 
 
@@ -255,7 +255,7 @@ def dry_run(config: SupervisedConfig) -> int:
             "trained on"
         )
     show("\n".join([redact(text), *lines, "", *proofs]))
-    show(f"the configuration as it was resolved:\n\n{format_options(config)}")
+    show(f"the resolved configuration:\n\n{format_options(config)}")
     return 3 if unseen else 0
 
 
