@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         if is_first:
-            logger.warning("SIGINT: the run had not started")
+            logger.warning("SIGINT: the run had not begun")
         return INTERRUPTED[signal.SIGINT]
 
 

@@ -468,9 +468,8 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
         if not (config.dry_run or config.dry_run_json or has_weights(folder)):
             yield Violation(
                 (option,),
-                f"{option}: {folder} has no *.safetensors file, which a run loads; save the "
-                "model's weights there (save_pretrained), or use --dry_run for a run without "
-                "weights",
+                f"{option}: {folder} holds no *.safetensors file, which a run loads; save the "
+                "model's weights there (save_pretrained), or use --dry_run, which needs none",
             )
             continue
         try:
