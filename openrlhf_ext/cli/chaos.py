@@ -1,11 +1,11 @@
 """``openrlhf-ext chaos [RUN.yaml] --minutes N --seed S --output FOLDER [--section.name value
 ...]``: faults.
 
-Makes the run once, then again and again with faults that the seed draws, each in a phase of its
-own: processes that die, stop or run out of memory, full disks, damaged checkpoints, reward
-functions that misbehave, a network that is cut. What held is on the terminal and in
-FOLDER/chaos.json (docs/faults.md). Everything is written below FOLDER; without RUN.yaml the run is
-a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input, 130 if it was interrupted.
+Runs it once undisturbed, then repeatedly with faults drawn from the seed, each in a random phase:
+processes that die, stop or run out of memory, full disks, damaged checkpoints, reward functions
+that misbehave, a network that is cut. The results are on the terminal and in FOLDER/chaos.json
+(docs/faults.md). Everything is written below FOLDER; without RUN.yaml the run is a toy. Exit
+status: 0 if the run survived every fault, 1 if not, 2 for wrong input, 130 if it was interrupted.
 """
 
 from __future__ import annotations

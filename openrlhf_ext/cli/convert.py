@@ -1,10 +1,10 @@
-"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and
-out; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its
-base.
+"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that the policy
+loads and exports a checkpoint unchanged; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` merges
+a LoRA adapter into its base model.
 
 --check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process
 per rank, on this machine), exports it again and compares bit for bit with the files, then compares
-log-probs with transformers. --merge writes a whole checkpoint, which transformers and vLLM load as
+log-probs with transformers. --merge writes a full checkpoint that transformers and vLLM load like
 any other.
 """
 

@@ -1,12 +1,12 @@
 """Says whether this machine and environment can run openrlhf_ext: `openrlhf-ext doctor [--json]`.
 
-With `--cluster [options of the training command]` it looks at every node of the Ray cluster that
+With `--cluster [options of the training command]` it checks every node of the Ray cluster that
 RAY_ADDRESS names.
 
 The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu`
-elsewhere. Exit status 1 if something that is needed is missing or has another version, if a package
-that breaks the stack is present, or if a patch refuses to apply; 0 otherwise. Imports torch and no
-other package of the stack, so it takes a few seconds.
+elsewhere. Exit status 1 if a required package is missing or has another version, if a package that
+breaks the stack is present, or if a patch does not apply; 0 otherwise. Imports torch and no other
+package of the stack, so it takes a few seconds.
 """
 
 from __future__ import annotations

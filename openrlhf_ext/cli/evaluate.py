@@ -6,8 +6,8 @@
     openrlhf-ext evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
 docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement
-(``--expect_accuracy``, ``--min_gain``) is not met; 2 if something given is wrong, or the evaluation
-could not go on.
+(``--expect_accuracy``, ``--min_gain``) is not met; 2 if the input is wrong, or the evaluation could
+not continue.
 """
 
 from __future__ import annotations

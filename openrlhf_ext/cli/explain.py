@@ -5,7 +5,7 @@
     openrlhf-ext explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
 The whole file is shaped as one batch, as in training; one group of it is shown. Options without a
-default take their published values. Exit status: 0; 2 if something given is wrong.
+default take their published values. Exit status: 0; 2 if the input is wrong.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``openrlhf-ext plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
 
-Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's
-config.json alone:
-memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing
-and needs no GPU. All other words are options of a run; data and reward need not be given.
+Ranks the layouts of a run on N GPUs by the predicted seconds of a step, from the model's config.json
+alone, and shows memory per rank, seconds per phase, every assumption, and the bottleneck. Downloads
+nothing and needs no GPU. All other words are options of a run; data and reward are not needed.
 """
 
 from __future__ import annotations

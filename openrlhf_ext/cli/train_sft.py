@@ -1,8 +1,7 @@
 """``openrlhf-ext train_sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
 
 On one machine the command starts its ranks itself, without Ray. On several nodes a launcher starts
-it once for every
-rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
+it once per rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ class Algo(Section):
     )
     dynamic_filtering_enable: bool = option(
         False,
-        "replace prompts whose mean score is outside algo.dynamic_filtering_range by further ones",
+        "sample new prompts to replace those whose mean score is outside "
+        "algo.dynamic_filtering_range",
     )
     dynamic_filtering_range: Pair = option(
         (0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive"

@@ -352,8 +352,8 @@ class CriticMegatron(Section):
     )
     expert_tensor_parallel_size: Int | None = added(
         None,
-        "ranks that share each expert of a mixture-of-experts critic; null = as many as the "
-        "policy's",
+        "ranks that each expert of a mixture-of-experts critic is split over; null = as many as "
+        "the policy's",
         ge=1,
     )
     virtual_pipeline_size: Int | None = added(
@@ -406,9 +406,9 @@ class Critic(Optimizer):
 
 
 class Ref(Section):
-    """The frozen reference model of a KL penalty: the policy as it was at the start.
+    """The frozen reference model of a KL penalty: the initial policy.
 
-    Without ranks of its own it is a copy in the host memory of the policy's ranks, swapped in for
+    Without its own ranks it is a copy in the host memory of the policy's ranks, swapped in for
     one forward pass.
     """
 
@@ -429,12 +429,12 @@ class Ref(Section):
 
 
 class Guide(Section):
-    """The frozen guiding policy, which scores all completions: the teacher of
-    on_policy_distillation; that of mixed_policy_dapo samples a part of every group besides.
+    """The frozen guide, which scores all completions: the teacher of on_policy_distillation; with
+    mixed_policy_dapo it also samples a part of every group.
 
-    Without ranks of its own its weights are a copy in the host memory of the policy's ranks,
-    swapped in for one forward pass, which takes a guide of the policy's architecture. Its engines
-    take the options of vllm.* and fp8.rollout_enable.
+    Without its own ranks its weights are a copy in the host memory of the policy's ranks, swapped
+    in for one forward pass; it must then have the policy's architecture. Its engines use the
+    options of vllm.* and fp8.rollout_enable.
     """
 
     needs = {
@@ -476,7 +476,7 @@ class Guide(Section):
 
 
 class Megatron(Section):
-    """How the policy is laid out over its ranks; tensor-parallel ranks are adjacent
+    """The layout of the policy over its ranks; tensor-parallel ranks are adjacent
     (docs/layouts.md has the order)."""
 
     needs = {
@@ -538,7 +538,7 @@ class Megatron(Section):
     )
     expert_tensor_parallel_size: Int | None = added(
         None,
-        "ranks that share each expert",
+        "ranks that each expert is split over",
         ge=1,
         default_text="1 with megatron.expert_parallel_size above 1, else megatron.tensor_parallel_size",
     )

@@ -310,8 +310,8 @@ class Reward(Section):
     )
     max_failures: Int = added(
         10,
-        "failed gradings (exception, NaN, time-out) per engine after which the run stops; each "
-        "is reported",
+        "failed gradings (exception, NaN, timeout) per engine after which the run stops; each is "
+        "reported",
         ge=0,
     )
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
