@@ -524,7 +524,7 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
     origin = next(reversed(earlier.values())).origin
     draft.violations += [Violation((), f"{fault} ({origin})") for fault in faults]
     draft.lines.append(
-        f"option names of an earlier OpenRLHF: {', '.join(earlier)}; they are read as "
+        f"names of an earlier OpenRLHF: {', '.join(earlier)}; they are read as "
         f"{', '.join(f'{name} {value_text(value)}' for name, value in values.items()) or 'nothing'}"
     )
     last = max(index for index, setting in enumerate(settings) if setting.name in earlier)

@@ -431,8 +431,8 @@ def machine_violations() -> Iterator[Violation]:
         yield Violation(
             (),
             f"{_SHARED} must have {_SHARED_MIB} MiB free for data that processes share, but only "
-            f"{free} MiB are: delete files that ended programs left, or make it larger (mount -o "
-            f"remount,size=8g {_SHARED}; a container's --shm-size 8g)",
+            f"{free} MiB are free: delete files that ended programs left, or make it larger "
+            f"(mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)",
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES:

@@ -182,7 +182,7 @@ def test_an_option_that_no_command_supports_is_not_called_one_of_another_command
     )
     (found,) = faults([*words, "--train.rollback_on", "nan"])
     assert found.startswith(
-        "unknown option train.rollback_on (command line); train_ppo_ray has it"
+        "unknown option train.rollback_on (command line); train_ppo_ray has this option"
     ), found
 
 

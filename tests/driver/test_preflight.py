@@ -58,7 +58,7 @@ def problems(task: Task, *words: str) -> list[str]:
             None,
         ),
         ("gspo", None, r"only in the reward: .*use_loss true; leave out algo\.kl\.use_loss"),
-        ("grpo_s", r"nowhere: .*; set algo\.kl\.init_coef 0", "nowhere"),
+        ("grpo_s", r"does not support a KL penalty: .*; set algo\.kl\.init_coef 0", "nowhere"),
     ],
 )
 def test_a_kl_penalty_acts_where_the_estimator_defines_one(task, estimator, in_reward, in_loss):
@@ -280,7 +280,7 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         ), words
         assert message.endswith("use algo.old_logprobs auto")
     (replays,) = preflight.old_logprob_violations(of_a_mixture(load(task, *engine, "grpo")))
-    assert "train.routing_replay policy: it replays the policy's pass" in replays.message
+    assert "train.routing_replay policy: it replays the policy's forward pass" in replays.message
 
 
 def test_the_probe_of_a_mixture_in_bf16_allows_for_routers_that_choose_others(tmp_path):
