@@ -448,7 +448,7 @@ def _on_host(config: RunConfig, device: Device) -> str:
     """Returns the hint that the run fits with Adam's states in host memory, or ""."""
     offload = _planner(config, device).to_host
     tries = (
-        {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
+        {"": config, ", with the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
         if offload
         else {}
     )

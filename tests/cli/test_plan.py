@@ -321,7 +321,7 @@ def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
     error = capsys.readouterr().err
     assert (
         error.startswith("nothing fits on 4 A100-40 of 40.0 GiB")
-        and "10.3 GiB are missing" in error
+        and "memory is 10.3 GiB short" in error
     )
     found = levers(error)
     assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
