@@ -324,7 +324,7 @@ def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
         and "memory is 10.3 GiB short" in error
     )
     found = levers(error)
-    assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
+    assert found["policy and engines on the same GPUs"] == "0.1 GiB short"
     assert found["adapters instead of all weights"].startswith("fits, ") and found[
         "8 A100-40"
     ].startswith("fits, ")
