@@ -111,7 +111,7 @@ def test_the_command_shows_no_password_and_takes_no_hidden_one(tmp_path, capsys)
     ]
     assert (
         f'remote_url: "{hidden},{hidden}"  # set: ' in line
-        and "# something is hidden: put it in" in line
+        and "# a value is hidden: fill it in" in line
     )
     assert main([*words, "--dry_run_json"]) == 0
     assert "w:o" not in (text := capsys.readouterr().out) and hidden in text
@@ -119,4 +119,4 @@ def test_the_command_shows_no_password_and_takes_no_hidden_one(tmp_path, capsys)
     refused = capsys.readouterr().err
     assert "got ftp://(hidden)@grader/f" in refused and "w:o" not in refused
     assert main(task.options("out", reward__remote_url=hidden)) == 2
-    assert f"reward.remote_url must be a whole address: got {hidden}" in capsys.readouterr().err
+    assert f"reward.remote_url must be a complete address: got {hidden}" in capsys.readouterr().err

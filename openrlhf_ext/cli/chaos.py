@@ -1,11 +1,11 @@
 """``openrlhf-ext chaos [RUN.yaml] --minutes N --seed S --output FOLDER [--section.name value
 ...]``: faults.
 
-Makes the run once, then again and again with faults that the seed draws, each in a phase of its
-own: processes that die, stop or run out of memory, full disks, damaged checkpoints, reward
-functions that misbehave, a network that is cut. What held is on the terminal and in
-FOLDER/chaos.json (docs/faults.md). Everything is written below FOLDER; without RUN.yaml the run is
-a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input, 130 if it was interrupted.
+Runs it once undisturbed, then repeatedly with faults drawn from the seed, each in a random phase:
+processes that die, stop or run out of memory, full disks, damaged checkpoints, reward functions
+that misbehave, a network that is cut. The results are on the terminal and in FOLDER/chaos.json
+(docs/faults.md). Everything is written below FOLDER; without RUN.yaml the run is a toy. Exit
+status: 0 if the run survived every fault, 1 if not, 2 for wrong input, 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRITES = (
     "logger.figure_path",
     "logger.tensorboard_dir",
 )
-_NEEDS = {"root": "root, for namespaces of its own", "netem": "root, and a kernel with netem"}
+_NEEDS = {"root": "root, for its own namespaces", "netem": "root, and a kernel with netem"}
 
 
 class Refused(ValueError):
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 page,
                 json.dumps({"interrupted": True, **json.loads(page.read_text())}, indent=1) + "\n",
             )
-        found = f"what was found before: {page}" if page.exists() else "nothing was found yet"
+        found = f"results so far: {page}" if page.exists() else "no results yet"
         show(f"chaos: interrupted; {found}", file=sys.stderr)
         return 130
 
@@ -103,14 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=10,
         metavar="N",
-        help="no run begins after so many minutes (default: 10)",
+        help="start no run after this many minutes (default: 10)",
     )
     add(
         "--seed",
         type=at_least(0),
         default=0,
         metavar="S",
-        help="draws faults and phases (default: 0)",
+        help="seed for faults and phases (default: 0)",
     )
     add(
         "--output",
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="a new folder (default: runs/chaos)",
     )
-    add("--only", metavar="NAME,...", help="these faults; all that can happen here by default")
+    add("--only", metavar="NAME,...", help="these faults; default: all that are possible here")
     add("--list", action="store_true", help="show all faults and what they need, and end")
     return parser
 
@@ -133,7 +133,7 @@ def check_order(words: Sequence[str]) -> None:
             and not before.startswith("-")
         ):
             raise Refused(
-                f"{word} must be one file, before all options: openrlhf-ext chaos {word} "
+                f"{word} must be a single file before all options: openrlhf-ext chaos {word} "
                 "--minutes ..."
             )
 
@@ -145,15 +145,15 @@ def check_free(output: Path) -> None:
         inside = {path.name for path in output.iterdir()}
     except OSError as error:
         raise Refused(
-            f"--output {output} cannot be a folder of runs ({error.strerror}): name a new folder"
+            f"--output {output} cannot be a folder of runs ({error.strerror}): use a new folder"
         ) from None
     try:
         if LOCK in inside:
-            FolderLock(output, take_over=False, remedy="name a new folder").close()
+            FolderLock(output, take_over=False, remedy="use a new folder").close()
     except LockError as error:
         raise Refused(f"--output {output} {error}") from None
     if inside:
-        raise Refused(f"--output {output} is not empty: name a new folder")
+        raise Refused(f"--output {output} is not empty: use a new folder")
 
 
 def check_outputs(config: RunConfig, output: Path) -> None:
@@ -165,8 +165,8 @@ def check_outputs(config: RunConfig, output: Path) -> None:
             and where is not None
             and not Path(where).absolute().is_relative_to(output)
         ):
-            said = f"{name} ({config.sources[name]}) is {where}, outside of --output {output}"
-            raise Refused(f"{said}: leave it out, every run of chaos gets folders of its own")
+            said = f"{name} ({config.sources[name]}) is {where}, outside --output {output}"
+            raise Refused(f"{said}: leave it out, because every run of chaos gets its own folders")
     if config.logger.wandb.key:
         raise Refused(
             "logger.wandb.key sends the records of disturbed runs elsewhere: leave it out"
@@ -202,9 +202,7 @@ def chosen(available: set[str], only: str | None) -> list[str]:
         return sorted(FAULTS.keys() - lacking)
     names = [name.strip() for name in only.split(",") if name.strip()]
     if not names:
-        raise Refused(
-            "--only names no fault: give names with commas between them; --list shows all"
-        )
+        raise Refused("--only names no fault: give names separated by commas; --list shows all")
     for name in names:
         if name not in FAULTS:
             raise Refused(
@@ -212,7 +210,7 @@ def chosen(available: set[str], only: str | None) -> list[str]:
             )
         if name in lacking:
             needs = _NEEDS.get(lacking[name], f"a run with {lacking[name]}")
-            raise Refused(f"--only {name} needs {needs}, which is not here: leave it out")
+            raise Refused(f"--only {name} needs {needs}, which is not available here: leave it out")
     return sorted({*names})
 
 
@@ -223,10 +221,7 @@ def make_all(
     began = time.monotonic()
     usual_s, wrong, steps = campaign.undisturb()
     campaign, trials = dataclasses.replace(campaign, seconds=usual_s), list[dict[str, Any]]()
-    show(
-        f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} faults to draw "
-        "from"
-    )
+    show(f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} possible faults")
     phases = [phase for phase in PHASES if phase != "evaluation" or campaign.evaluates_every > 0]
     while not wrong and (not trials or time.monotonic() - began < seconds):
         number = len(trials)

@@ -1,10 +1,10 @@
-"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and
-out; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its
-base.
+"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that the policy
+loads and exports a checkpoint unchanged; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` merges
+a LoRA adapter into its base model.
 
 --check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process
 per rank, on this machine), exports it again and compares bit for bit with the files, then compares
-log-probs with transformers. --merge writes a whole checkpoint, which transformers and vLLM load as
+log-probs with transformers. --merge writes a full checkpoint that transformers and vLLM load like
 any other.
 """
 
@@ -43,8 +43,8 @@ def _merge(arguments: argparse.Namespace) -> int:
         show(error, file=sys.stderr)
         return 2
     show(
-        f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the "
-        "adapter in the weights"
+        f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, with the "
+        "adapter merged"
     )
     return 0
 
@@ -126,8 +126,8 @@ def _cut(arguments: argparse.Namespace) -> tuple[ParallelLayout, ModelShape]:
     if is_long and original < arguments.tokens <= 2 * original + 1:
         raise ValueError(
             f"--tokens must be at most {original} or above {2 * original + 1} for longrope: "
-            "sequences have between half of them and all, and transformers chooses the "
-            f"factors for each: got {arguments.tokens}"
+            "sequences have between half of --tokens and all of them, and transformers chooses the "
+            f"factors for each sequence: got {arguments.tokens}"
         )
     if faults:
         raise ValueError("; ".join(fault.message for fault in faults))
@@ -149,23 +149,25 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--merge",
         metavar="ADAPTER",
-        help="folder of a LoRA adapter (ckpt.output_dir of a run with "
-        "ds.lora.rank, or peft's), to be added to its base's weights",
+        help="folder of a LoRA adapter (ckpt.output_dir of a run with ds.lora.rank, or PEFT's) to "
+        "merge into its base model",
     )
-    parser.add_argument("--to", metavar="FOLDER", help="--merge: where the whole checkpoint goes")
+    parser.add_argument("--to", metavar="FOLDER", help="--merge: folder of the merged checkpoint")
     parser.add_argument(
         "--base",
         metavar="FOLDER",
-        help="--merge: the base (default: the one that the adapter names)",
+        help="--merge: base model (default: the one that the adapter names)",
     )
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
     parser.add_argument(
-        "--ep", type=positive, default=1, help="ranks that experts are dealt over (default 1)"
+        "--ep", type=positive, default=1, help="ranks that experts are distributed over (default 1)"
     )
     parser.add_argument(
-        "--etp", type=positive, help="ranks that share an expert (default: with --ep 1, else --tp)"
+        "--etp",
+        type=positive,
+        help="ranks that each expert is split over (default: 1 with --ep, else --tp)",
     )
     parser.add_argument(
         "--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)"
@@ -178,7 +180,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         )
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)"
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="data type of both models (default fp32)",
     )
     parser.add_argument(
         "--sequences",
@@ -187,7 +192,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="random sequences for the log-probs (default 4)",
     )
     parser.add_argument(
-        "--tokens", type=at_least(2), default=64, help="length of the longest, tokens (default 64)"
+        "--tokens",
+        type=at_least(2),
+        default=64,
+        help="length of the longest sequence, tokens (default 64)",
     )
     parser.add_argument(
         "--tolerance",
@@ -207,11 +215,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _text(report, settings) -> str:
     shown = {"different": report.different, "not exported": report.missing}
     lists = [f"  {what}: {', '.join(names)}" for what, names in shown.items() if names]
-    bits = (
-        "differ from the files"
-        if lists
-        else f"bit for bit those of the files (as {settings.dtype})"
-    )
+    bits = "differ from the files" if lists else f"bit-identical to the files (as {settings.dtype})"
     gap = report.mean_logprob_difference
     within = "within" if gap <= settings.tolerance else "ABOVE"
     lines = [
@@ -221,7 +225,7 @@ def _text(report, settings) -> str:
         f"{settings.tolerance:g}; largest {report.max_logprob_difference:.2e}",
         "seconds: "
         + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
-        "the checkpoint goes in and out unchanged"
+        "the checkpoint is loaded and exported unchanged"
         if report.passed(settings.tolerance)
         else "CHECK FAILED",
     ]

@@ -1,12 +1,12 @@
 """Says whether this machine and environment can run openrlhf_ext: `openrlhf-ext doctor [--json]`.
 
-With `--cluster [options of the training command]` it looks at every node of the Ray cluster that
+With `--cluster [options of the training command]` it checks every node of the Ray cluster that
 RAY_ADDRESS names.
 
 The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu`
-elsewhere. Exit status 1 if something that is needed is missing or has another version, if a package
-that breaks the stack is present, or if a patch refuses to apply; 0 otherwise. Imports torch and no
-other package of the stack, so it takes a few seconds.
+elsewhere. Exit status 1 if a required package is missing or has another version, if a package that
+breaks the stack is present, or if a patch does not apply; 0 otherwise. Imports torch and no other
+package of the stack, so it takes a few seconds.
 """
 
 from __future__ import annotations
@@ -111,34 +111,39 @@ class GpuHost:
         oldest = OLDEST_DRIVER.get(cuda_major)
         if self.driver is None:
             yield (
-                "nvidia-smi does not tell the driver's version: the driver is not installed as "
-                "it should be"
+                "nvidia-smi does not report the driver's version: the driver is not installed "
+                "correctly"
             )
         elif oldest is not None and int(self.driver.split(".")[0]) < oldest:
-            yield f"the driver is {self.driver}, torch's CUDA {self.cuda} needs {oldest} or newer"
+            yield (
+                f"the driver is {self.driver}, but torch's CUDA {self.cuda} needs {oldest} or newer"
+            )
         if self.cudnn[:2] < OLDEST_CUDNN:
             yield (
-                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, "
-                f"{'.'.join(map(str, OLDEST_CUDNN))} or newer is needed: older ones give NaN "
-                "with packed sequences and context parallelism on Hopper"
+                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, but "
+                f"{'.'.join(map(str, OLDEST_CUDNN))} or newer is needed: older ones give NaN with "
+                "packed sequences and context parallelism on Hopper"
             )
         if len(self.cudnn_libraries) > 1:
             yield (
-                f"there are {len(self.cudnn_libraries)} cuDNNs "
-                f"({', '.join(self.cudnn_libraries)}) and a process may load another than "
-                "torch's: unset CUDNN_HOME, and take the others' folders out of LD_LIBRARY_PATH"
+                f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) "
+                "and a process may load a different one than torch's: unset CUDNN_HOME, and remove "
+                "the other folders from LD_LIBRARY_PATH"
             )
         if self.compiler is None:
-            yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
+            yield "gcc is missing, but Triton compiles a launcher with it on every node: install it"
         if self.python_header is None:
             where = sysconfig.get_path("include")
-            yield f"Python.h is missing ({where}), Triton compiles against it: install python3-dev"
+            yield (
+                f"Python.h is missing ({where}), but Triton compiles against it: install "
+                "python3-dev"
+            )
         if self.ptrace_scope > 1:  # with 1 the policy allows it
             yield (
-                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy "
-                "hands its weights to engines on the same GPUs (train.colocate_all), is "
-                "refused; run sysctl kernel.yama.ptrace_scope=1, or use --vllm.sync_backend "
-                "gloo there"
+                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, which sends weights "
+                "from the policy to engines on the same GPUs (train.colocate_all), is not "
+                "permitted; run sysctl kernel.yama.ptrace_scope=1, or use --vllm.sync_backend gloo "
+                "there"
             )
         yield from self._engine_problems(cuda_major)
 
@@ -148,7 +153,7 @@ class GpuHost:
         wanted = f"transformer-engine-cu{cuda_major}"
         if found and cores != [wanted]:
             yield (
-                f"TransformerEngine's core must be {wanted} alone, as torch's CUDA is "
+                f"TransformerEngine's core must be only {wanted}, because torch's CUDA is "
                 f"{self.cuda}: found {', '.join(cores) or 'none'}; uninstall the others (uv "
                 "installs cu12 beside cu13, pip does not)"
             )
@@ -156,16 +161,13 @@ class GpuHost:
             yield "transformer-engine-torch is missing: TransformerEngine cannot be used without it"
         if len(set(found.values())) > 1:
             described = ", ".join(f"{name} {version}" for name, version in found.items())
-            yield (
-                "the parts of TransformerEngine must be of one version, it refuses others: "
-                f"{described}"
-            )
+            yield (f"the parts of TransformerEngine must have the same version: {described}")
         if self.engine_error is not None:
             yield (
                 f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would "
-                "be silent about it: its torch extension must be compiled against the torch "
-                "that is installed; remove .setup/transformer_engine in the environment and run "
-                "the set-up again"
+                "not report it: its torch extension must be compiled against the torch that is "
+                "installed; remove .setup/transformer_engine in the environment and run the setup "
+                "again"
             )
 
 
@@ -208,7 +210,7 @@ def _numa_nodes() -> str:
         for address, node in found
         if node is not None
     ]
-    return ", ".join(said) or "one, or not told by /sys"
+    return ", ".join(said) or "one, or not reported by /sys"
 
 
 def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
@@ -268,7 +270,7 @@ def _engine_error() -> str | None:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
-        return f"no end after {_IMPORT_S:.0f} s"
+        return f"not finished after {_IMPORT_S:.0f} s"
     if answer.returncode == 0:
         return None
     return (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
@@ -338,11 +340,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cluster",
         action="store_true",
-        help="look at all nodes of the Ray cluster RAY_ADDRESS; "
-        "options of the training command (--config FILE ...) say what the run needs there",
+        help="check all nodes of the Ray cluster RAY_ADDRESS; options of the training command "
+        "(--config FILE ...) define what the run needs there",
     )
     parser.add_argument(
-        "--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these"
+        "--wait_for",
+        nargs="+",
+        default=[],
+        metavar="NODE",
+        help="with --cluster: wait for these nodes",
     )
     parser.add_argument(
         "--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)"
@@ -486,7 +492,7 @@ def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> Ker
 def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
         yield (
-            f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is "
+            f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, but this is "
             f"{platform.python_version()}"
         )
     if not packages:
@@ -496,9 +502,9 @@ def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
         )
     for package in packages:
         if package.installed is None:
-            yield f"{package.name} is missing, {package.wanted} is needed"
+            yield f"{package.name} is missing, but {package.wanted} is needed"
         elif not package.ok:
-            yield f"{package.name} {package.installed} is installed, {package.wanted} is needed"
+            yield f"{package.name} {package.installed} is installed, but {package.wanted} is needed"
 
 
 def conflict_problems() -> Iterator[str]:
@@ -533,7 +539,7 @@ def render(report: Report) -> str:
 
 def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
-        return f"{title}\n  none examined, torch is missing"
+        return f"{title}\n  none checked, torch is missing"
     return "\n  ".join([title, *aligned(rows, str.ljust)])
 
 
@@ -542,7 +548,9 @@ def _verdict(report: Report) -> str:
         return "Everything needed is there."
     script = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
     lock = shipped("requirements") / f"{report.extra}.lock"
-    by_pip = f"pip install --no-deps --ignore-requires-python -r {lock}, torch apart"
+    by_pip = (
+        f"pip install --no-deps --ignore-requires-python -r {lock}, with torch installed separately"
+    )
     remedy = by_pip if lock.parent.parent.name == "openrlhf_ext" else script
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 

@@ -67,15 +67,15 @@ _LIMITS: tuple[tuple[str, int, Literal["error", "warning"], str, str], ...] = (
         "shm_gib",
         1,
         "warning",
-        "/dev/shm has {} GiB: Ray keeps objects in files, and weights go by messages",
-        "docker: --shm-size; else remount /dev/shm with more",
+        "/dev/shm has {} GiB: Ray keeps objects in files, and weights travel in messages",
+        "docker: --shm-size; otherwise remount /dev/shm with more",
     ),
     (
         "tmp_free_gib",
         5,
         "warning",
-        "/tmp has {} GiB free, where Ray keeps logs and what its store cannot hold",
-        "free some, or name another folder: RAY_TMPDIR",
+        "/tmp has {} GiB free, and Ray keeps its logs and spilled objects there",
+        "free some, or set RAY_TMPDIR to another folder",
     ),
 )
 """Of a node: what `look` calls it, the least, severity, text and remedy of less; negative: without
@@ -142,7 +142,7 @@ def examine_cluster(
     try:
         missing = _wait_for_nodes(address, wait_for, wait_s)
     except TokenRefused as error:
-        report.error("cluster", str(error), "docs/operating.md says how a node gets it")
+        report.error("cluster", str(error), "docs/operating.md shows how to install it")
         return report
     if missing is not None:
         remedy = (
@@ -164,8 +164,8 @@ def examine_cluster(
 def check_access(address: str, report: ClusterReport) -> None:
     if not asks_for_token(address, _CONNECT_S):
         text = (
-            "Ray asks nobody for a token: whoever reaches its ports runs code as its user on "
-            "every node"
+            "Ray requires no token: anyone who reaches its ports can run code as its user on every "
+            "node"
         )
         report.warn(
             "cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md"
@@ -287,7 +287,9 @@ def _see(folder: Path, token: str) -> str:
     """What is wrong with a folder that the driver has put a file into; "" = nothing."""
     try:
         if not (folder / token).is_file():
-            return "is not there" if not folder.is_dir() else "is another folder than the driver's"
+            return (
+                "is not there" if not folder.is_dir() else "is a different folder than the driver's"
+            )
         with NamedTemporaryFile(dir=folder, prefix=".doctor-"):
             return ""
     except OSError as error:
@@ -323,7 +325,7 @@ def _check_software(
     for name, version in seen["versions"].items():
         if version != own["versions"][name]:
             text = (
-                f"{name} is {version or 'missing'}, the driver has "
+                f"{name} is {version or 'missing'}, but the driver has "
                 f"{own['versions'][name] or 'none'}"
             )
             report.error(
@@ -332,27 +334,29 @@ def _check_software(
                 "all nodes need one checkout and environment: setup_env.sh, on shared storage",
             )
     if seen["patches"] != own["patches"]:
-        text = f"patches are {seen['patches']}, the driver's {own['patches']}"
-        report.error(node, text, "all nodes must have GPUs, or none, and the same environment")
+        text = f"patches are {seen['patches']}, but the driver's are {own['patches']}"
+        report.error(
+            node, text, "all nodes or none must have GPUs, and all need the same environment"
+        )
     for reason in seen["refused"]:
         report.error(
             node,
             reason,
-            "bash examples/scripts/setup_env.sh installs the versions that patches know",
+            "bash examples/scripts/setup_env.sh installs the versions that the patches support",
         )
 
 
 def _check_paths(
     node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport
 ) -> None:
-    remedy = "put it on storage that all nodes see under the same name"
+    remedy = "put it on storage that all nodes see under the same path"
     for path, files in seen["files"].items():
         if files is None:
             report.error(node, f"{path} is not there, or cannot be read", remedy)
         elif files != own["files"][path]:
             report.error(
                 node,
-                f"{path} does not hold the files that the driver sees, or not in their sizes",
+                f"{path} does not have the files that the driver sees, or has other sizes",
                 remedy,
             )
     for folder, problem in seen["shared"].items():
@@ -379,15 +383,17 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
     with_gpus = any(seen["gpus"] for node, seen in report.nodes.items() if counted.get(node))
     for node, seen in report.nodes.items():
         if seen["gpus"] and seen["gpus"] < counted.get(node, 0):
-            text = f"Ray counts {counted[node]:g} GPUs, torch can use {seen['gpus']}"
+            text = f"Ray counts {counted[node]:g} GPUs, but torch can use {seen['gpus']}"
             report.error(
-                node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi"
+                node,
+                text,
+                "start Ray there with the actual number of GPUs (NODE_GPUS), see nvidia-smi",
             )
     if config is None:
         return
     needed, there = config.gpus if with_gpus else config.training_gpus, sum(counted.values())
     if needed > there:
-        text = f"the run needs {needed} GPUs, Ray counts {there:g}"
+        text = f"the run needs {needed} GPUs, but Ray counts {there:g}"
         report.error(
             "cluster",
             text,
@@ -397,7 +403,7 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
     cpus_there = sum(node["Resources"].get("CPU", 0) for node in living_nodes())
     if cpus > cpus_there:
         text = (
-            f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, Ray "
+            f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, but Ray "
             f"counts {cpus_there:g}"
         )
         report.error("cluster", text, "ray start --num-cpus; Ray does not check that they exist")

@@ -6,8 +6,8 @@
     openrlhf-ext evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
 docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement
-(``--expect_accuracy``, ``--min_gain``) is not met; 2 if something given is wrong, or the evaluation
-could not go on.
+(``--expect_accuracy``, ``--min_gain``) is not met; 2 if the input is wrong, or the evaluation could
+not continue.
 """
 
 from __future__ import annotations
@@ -127,21 +127,22 @@ def _whole(options: Evaluate) -> Iterator[Evaluate]:
         return
     with tempfile.TemporaryDirectory(prefix="merged-") as folder:
         show(
-            f"evaluate: --model is an adapter; its base, with it in the weights, goes to {folder}",
+            "evaluate: --model is an adapter; its base with the adapter merged is written to "
+            f"{folder}",
             sys.stderr,
         )
         try:
             merge(options.model, Path(folder) / "model")
         except CheckpointError as error:
-            raise ValueError(f"{error}; TMPDIR names another place") from error
+            raise ValueError(f"{error}; set TMPDIR to another folder") from error
         yield options.model_copy(update={"model": str(Path(folder) / "model")})
 
 
 def _locked(folder: Path) -> FolderLock:
     try:
-        return FolderLock(folder, take_over=True, remedy="give another --out")
+        return FolderLock(folder, take_over=True, remedy="use another --out")
     except LockError as error:
-        raise ValueError(f"--out: {folder} {error}, or give another --out") from error
+        raise ValueError(f"--out: {folder} {error}, or use another --out") from error
 
 
 def _chat_tokenizer(options: Evaluate) -> Any:
@@ -216,7 +217,7 @@ def _unmet(result: EvaluationResult, before: dict[str, Any] | None, options: Eva
         gain = result.accuracy - before["accuracy"]
         if gain < options.min_gain:
             unmet.append(
-                f"accuracy changed by {100 * gain:+.1f} points, --min_gain asks for "
+                f"accuracy changed by {100 * gain:+.1f} points, but --min_gain requires "
                 f"{100 * options.min_gain:.1f}"
             )
     if options.expect_accuracy is not None:
@@ -226,9 +227,9 @@ def _unmet(result: EvaluationResult, before: dict[str, Any] | None, options: Eva
         )
         if apart > _ALLOWED_ERRORS:
             unmet.append(
-                f"accuracy {100 * result.accuracy:.1f} % is {apart:.1f} standard errors away "
-                f"from --expect_accuracy {100 * options.expect_accuracy:.1f} %; at most "
-                f"{_ALLOWED_ERRORS:g} are sampling error"
+                f"accuracy {100 * result.accuracy:.1f} % is {apart:.1f} standard errors away from "
+                f"--expect_accuracy {100 * options.expect_accuracy:.1f} %; at most "
+                f"{_ALLOWED_ERRORS:g} count as sampling error"
             )
     return unmet
 

@@ -5,7 +5,7 @@
     openrlhf-ext explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
 The whole file is shaped as one batch, as in training; one group of it is shown. Options without a
-default take their published values. Exit status: 0; 2 if something given is wrong.
+default take their published values. Exit status: 0; 2 if the input is wrong.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--module_path",
         metavar="FILE.py",
-        help="file that registers a method of your own, which --algorithm names",
+        help="file that registers your own method, which --algorithm names",
     )
     add(
         "--rollouts",
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--step",
         type=int,
         metavar="N",
-        help="of a run's samples.jsonl: the step to show (default: the last of the file)",
+        help="for a run's samples.jsonl: the step to show (default: the last of the file)",
     )
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add(

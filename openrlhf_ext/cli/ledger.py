@@ -1,9 +1,9 @@
 """``openrlhf-ext ledger RUN_DIR``: whether every prompt of a run was trained exactly once
 (docs/checkpoints.md).
 
-The run may still go on. Exit status: 0 = every prompt drawn is trained once, waits, or is named
-with the reason why it is not; 1 = prompts are lost, doubled or unknown; 2 = there is no ledger, or
-it is damaged.
+The run may still be in progress. Exit status: 0 = every prompt drawn is trained once, is waiting,
+or has a recorded reason why it is not; 1 = prompts are lost, duplicated or unknown; 2 = there is no
+ledger, or it is damaged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     path = parser.parse_args(argv).folder / LEDGER
     none = (
-        f"{path} is no file; RUN_DIR is the folder of a run; supervised runs and runs of earlier "
-        "releases have none"
+        f"{path} is not a file; RUN_DIR is the folder of a run; supervised runs and runs of "
+        "earlier releases have none"
     )
     try:
         if not path.is_file():  # to open a named pipe waits for ever

@@ -23,7 +23,7 @@ from openrlhf_ext.redaction import printable
 _COMMANDS = {
     "train": (
         "train_ppo_ray",
-        "train a policy: --config FILE.yaml; with --dry_run say whether it would start",
+        "train a policy: --config FILE.yaml; with --dry_run, check whether it would start",
     ),
     "train_sft": (
         "train_sft",
@@ -31,9 +31,9 @@ _COMMANDS = {
     ),
     "plan": (
         "plan",
-        "layouts of a run that fit on so many GPUs, and their predicted seconds of a step",
+        "layouts of a run that fit on a number of GPUs, and their predicted seconds per step",
     ),
-    "evaluate": ("evaluate", "accuracy of a checkpoint on benchmarks or on data of your own"),
+    "evaluate": ("evaluate", "accuracy of a checkpoint on benchmarks or your own data"),
     "ledger": (
         "ledger",
         "whether every prompt of a run was trained exactly once, or why it was not",
@@ -42,15 +42,15 @@ _COMMANDS = {
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": (
         "convert",
-        "prove that a Hugging Face checkpoint goes in and out of the policy unchanged",
+        "prove that the policy loads and exports a Hugging Face checkpoint unchanged",
     ),
     "chaos": (
         "chaos",
-        "do faults to a run, drawn from a seed, and say which of them it holds against",
+        "inject faults, drawn from a seed, into a run and report which it survives",
     ),
     "doctor": (
         "doctor",
-        "whether this machine can run openrlhf_ext; with --cluster the nodes of a Ray cluster",
+        "whether this machine can run openrlhf_ext; with --cluster, the nodes of a Ray cluster",
     ),
 }
 
@@ -116,9 +116,9 @@ def missing_stack(what: str) -> str:
     locks, pins = shipped("requirements"), "torch==2.13.0 deepspeed==0.19.6"
     return (
         f"{what}. In a checkout, bash examples/scripts/setup_env.sh installs all that is needed; "
-        "elsewhere, with CUDA gpu.lock instead:\n  pip install --no-deps "
-        f"--ignore-requires-python -r {locks / 'cpu.lock'}\n  DS_BUILD_OPS=0 pip install "
-        f"--use-pep517 --no-deps {pins}\nopenrlhf-ext doctor then says what is still missing"
+        "elsewhere, with CUDA gpu.lock instead:\n  pip install --no-deps --ignore-requires-python "
+        f"-r {locks / 'cpu.lock'}\n  DS_BUILD_OPS=0 pip install --use-pep517 --no-deps "
+        f"{pins}\nopenrlhf-ext doctor then shows what is still missing"
     )
 
 

@@ -1,9 +1,8 @@
 """``openrlhf-ext plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
 
-Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's
-config.json alone:
-memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing
-and needs no GPU. All other words are options of a run; data and reward need not be given.
+Ranks the layouts of a run on N GPUs by the predicted seconds of a step, from the model's config.json
+alone, and shows memory per rank, seconds per phase, every assumption, and the bottleneck. Downloads
+nothing and needs no GPU. All other words are options of a run; data and reward are not needed.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _translate(ahead: list[str], words: list[str]) -> int:
         "plan --from", "Prints the YAML for a run of another project (docs/migration.md)."
     )
     parser.add_argument(
-        "--gpus", type=positive, help="of a run of TRL (1), which leaves them to its launcher"
+        "--gpus", type=positive, help="for a run of TRL (1), which leaves them to its launcher"
     )
     try:
         print(translate(words, parser.parse_args(ahead).gpus), end="")
@@ -145,9 +144,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         _FROM,
         action="store_true",
-        help="plan nothing: print the YAML for a run of verl or trl: the project and its "
-        "own options or YAML file are behind this; in a script of theirs it stands where their "
-        "trainer is started (docs/migration.md)",
+        help="plan nothing: print the YAML for a run of verl or trl: the project and its own "
+        "options or YAML file follow this option; in one of their scripts, it replaces the "
+        "start of their trainer (docs/migration.md)",
     )
     return parser.parse_known_args(argv)
 
@@ -168,10 +167,10 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield from _memory(planner, best)
     yield ""
     yield (
-        f"how far off the seconds are: of {error.rows} steps of {kind} that others published "
-        f"half are within a factor of {error.median:.2f}, the worst is off by {error.worst:.2f} "
-        f"(predicted / published {error.low:.2f} to {error.high:.2f}); weight syncs of others "
-        "took up to thirty times as long (docs/scaling.md)"
+        f"accuracy of the seconds: of {error.rows} steps of {kind} that others published, half are "
+        f"within a factor of {error.median:.2f}, the worst by {error.worst:.2f} (predicted / "
+        f"published {error.low:.2f} to {error.high:.2f}); weight syncs of others took up to thirty "
+        "times as long (docs/scaling.md)"
     )
     yield ""
     yield (
@@ -181,19 +180,19 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield from (f"  {line}" for line in planner.clock.lines())
     per_node = planner.config.actor.num_gpus_per_node
     yield (
-        f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than "
-        "the policy takes)"
+        f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: set it if they have more than the "
+        "policy uses)"
     )
     if planner.config.has_critic:
         turns = planner.config.train.colocate_all  # driver/loop.py, ``train``
         where = "on the policy's GPUs, one after the other" if turns else "beside the policy"
         yield f"  log-probs and train: with a critic {where}"
     yield (
-        "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch "
+        "  memory: flash attention and TransformerEngine's layers; the sequences of a micro-batch "
         "fill its budget"
     )
     yield ""
-    yield f"what binds: {best.binding}."
+    yield f"bottleneck: {best.binding}."
 
 
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
@@ -220,9 +219,9 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     shown = _distinct(fitting)[:_SHOWN]
     yield (
         f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for "
-        "every way to cut the policy (seconds of a step, GiB of the fullest GPU). Steps within "
-        f"{ALIKE:.0%} count as equal: then the layout with fewer ranks in a copy is ahead, then "
-        "the one that takes less memory:"
+        "every way to split the policy (seconds of a step, GiB of the fullest GPU). Steps within "
+        f"{ALIKE:.0%} count as equal: then the layout with fewer ranks per copy comes first, then "
+        "the one that needs less memory:"
     )
     header = (
         "",
@@ -253,7 +252,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
     head = planner.clock.head_layers(shown[0].policy)
     if planner.shape.is_mixture:
-        yield "  EP: ranks that the experts of a layer are dealt over;"
+        yield "  EP: ranks that the experts of a layer are distributed over;"
     yield (
         "  PP: stages, and the layers of the first, one between and the last where they differ: "
         "the last holds the head,\n  which in the first of these rows takes as long as "
@@ -306,7 +305,7 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
         found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)
     ):
         if one.seconds is None:
-            said = f"lacks {one.short / _GIB:.1f} GiB"
+            said = f"{one.short / _GIB:.1f} GiB short"
         else:
             gains = best.seconds is None or one.seconds.step <= _NO_GAIN * best.seconds.step
             said = f"{'fits' if gains else 'no gain'}, {one.seconds.step:.0f} s a step"
@@ -371,8 +370,8 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
     first, last = best.policy.states[0], best.policy.states[-1]
     yield (
-        f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} "
-        f"of the last; an engine works on {best.concurrency} requests at a time"
+        f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of "
+        f"the last; an engine processes {best.concurrency} requests at a time"
     )
     yield from _lengths(planner, best)
     for what, parts in (
@@ -390,9 +389,9 @@ def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
         found[" with ds.adam_offload"] = planner.longest(best, offload)
     lengths = ", ".join(f"{tokens:,} tokens{how}" for how, tokens in found.items())
     yield (
-        f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
-        f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take "
-        "longer ones: plan with that data.max_len"
+        "  the longest sequence that fits in this layout (data.max_len): "
+        f"{lengths}{f'; the window of the model is {window:,}' if window else ''}; other layouts "
+        "may fit longer ones: plan with that data.max_len"
     )
 
 
@@ -410,7 +409,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
     if found:
         nearest, moment = found[0], found[0].fullest
         lines.append(
-            f"what binds: {nearest.binding}; the nearest layout ({_degrees(nearest)}) needs:"
+            f"bottleneck: {nearest.binding}; the closest layout ({_degrees(nearest)}) needs:"
         )
         lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
     elif unmet := [*planner.unmet()]:
@@ -418,19 +417,19 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
     else:
         shared = planner.config.engines_share_gpus
         lines.append(
-            "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, "
-            "or another number"
+            "no layout of this many GPUs satisfies the rules of the configuration: use whole "
+            "nodes, or another number"
             if shared or gpus > 1
             else "policy and engines need a GPU each unless they share them (train.colocate_all)"
         )
     if enough := planner.fewest_gpus():
-        lines.append(f"the fewest {planner.gpu_name} that would do: {enough}")
+        lines.append(f"the fewest {planner.gpu_name} that would fit it: {enough}")
     else:
         fixed = planner.config.vllm.gpu_memory_utilization is not None
         share = f"leave {SHARE} out, so that plan chooses it, " if fixed else ""
         lines.append(
-            f"more GPUs alone do not help: {share}shorten data.max_len, or use GPUs with more "
-            "memory (--gpu)"
+            f"more GPUs alone do not help: {share}lower data.max_len, or use GPUs with more memory "
+            "(--gpu)"
         )
     lines += _given(planner)
     if found:

@@ -143,13 +143,15 @@ def dry_run(config: RunConfig, trials: Sequence[Tried] = (), resumption: Sequenc
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
     unknown = [f"{name}, which is not on this machine" for name in unseen_inputs(config)]
-    unknown += [f"{trial.option} raised in its trial" for trial in trials if trial.raised]
+    unknown += [
+        f"{trial.option} raised an exception in its trial" for trial in trials if trial.raised
+    ]
     text = f"cannot say: {'; '.join(unknown)}" if unknown and found.starts else found.text
     lines = [*found.details, *resumption, *(redact(str(trial)) for trial in trials)]
     show("\n".join([redact(text), *lines, *(["warnings:", *warned] if warned else []), ""]))
     show(placement_table(config))
     show("\n".join(proofs))
-    show(f"the configuration as it was resolved:\n\n{format_config(config)}\n{redact(text)}")
+    show(f"the resolved configuration:\n\n{format_config(config)}\n{redact(text)}")
     return 2 if not found.starts else 3 if unknown else 0
 
 

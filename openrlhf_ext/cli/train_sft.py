@@ -1,8 +1,7 @@
 """``openrlhf-ext train_sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
 
 On one machine the command starts its ranks itself, without Ray. On several nodes a launcher starts
-it once for every
-rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
+it once per rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ def dry_run(config: SupervisedConfig) -> int:
             "trained on"
         )
     show("\n".join([redact(text), *lines, "", *proofs]))
-    show(f"the configuration as it was resolved:\n\n{format_options(config)}")
+    show(f"the resolved configuration:\n\n{format_options(config)}")
     return 3 if unseen else 0
 
 

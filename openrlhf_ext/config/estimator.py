@@ -181,7 +181,7 @@ def _why_policy(config: RunConfig) -> str | None:
     if config.has_critic:
         return "the policy is not trained in the critic's first steps"
     if config.algo.advantage.estimator == CUSTOM:
-        return "the algorithm is not the package's"
+        return "the algorithm is not part of the package"
     in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
     # the planner asks before anybody has looked whether the estimator's options can be built
     return algorithm_class(algorithm_name(config)).why_with(

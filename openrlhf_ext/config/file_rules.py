@@ -33,7 +33,7 @@ from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 _FAULTS_SHOWN = 5
 _REMEDIES = {
     "reward_func": "; define reward_func(queries, prompts, labels, **kwargs)",
-    "AgentExecutor": "; an environment with step() becomes an agent by class "
+    "AgentExecutor": "; to turn an environment with step() into an agent, define class "
     "AgentExecutor(MultiTurnAgentExecutor), whose __init__ calls "
     "super().__init__(YourEnvironment) (docs/agents.md)",
 }
@@ -88,8 +88,9 @@ def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
         if lacks_a_secret(value := value_of(config, name)):
             yield Violation(
                 (name,),
-                f"{name} must be a whole address: got {value}, where a dry run or a checkpoint's "
-                f"config.yaml wrote {HIDDEN} for a password; put it in",
+                f"{name} must be a complete address: got {value}, in which a dry run or a "
+                f"checkpoint's config.yaml replaced a password by {HIDDEN}; write the password "
+                "there",
             )
 
 
@@ -161,8 +162,8 @@ def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterat
     if remote_url is not None and agent_path is not None:
         yield Violation(
             both,
-            "reward.remote_url and train.agent_func_path exclude each other, an agent grades "
-            f"its own rollouts: got {remote_url} and {agent_path}; keep one of them",
+            "reward.remote_url and train.agent_func_path cannot be used together, because an "
+            f"agent grades its own rollouts: got {remote_url} and {agent_path}; keep one of them",
         )
     if agent_path is not None:
         yield from _definition_violations(
@@ -179,8 +180,8 @@ def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> It
             missing = True
             yield Violation(
                 (option, key_option),
-                f"{key_option} must be a key of the records of {option}: got {key!r}, the first "
-                f"record of {path} has {', '.join(scan.keys) or 'no keys'}",
+                f"{key_option} must be a key of the records of {option}: got {key!r}, but the "
+                f"first record of {path} has {', '.join(scan.keys) or 'no keys'}",
             )
     if missing:  # every record would be complained about
         return
@@ -193,7 +194,7 @@ def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> It
             (option,),
             f"{option}: every record of {path} must be a JSON object with a prompt "
             f"(data.input_key {wanted.prompt}){label}: "
-            f"{', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records",
+            f"{', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; fix or remove these records",
         )
 
 
@@ -349,7 +350,7 @@ def _same_file_violations(files: Sequence[Output]) -> Iterator[Violation]:
     for output in files:
         if Path(output.path).is_dir():
             yield Violation(
-                (output.option,), f"{output.option} must be a file, {output.path} is a folder"
+                (output.option,), f"{output.option} must be a file, but {output.path} is a folder"
             )
     if len({Path(output.path).resolve() for output in files}) < len(files):
         yield Violation(
@@ -391,11 +392,11 @@ def _space_violations(config: RunConfig) -> Iterator[Violation]:
             with_final = f" ({_readable(asked[disk])} with the final weights, on the same disk)"
             both = "" if asked[disk] == size else with_final
             what = f"a checkpoint takes about {_readable(size)}{both}"
-            hint = " (ckpt.max_num + 1 of them are there at a time)"
+            hint = " (up to ckpt.max_num + 1 of them exist at a time)"
         yield Violation(
             (option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
-            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another "
-            f"{option} or make room{hint}",
+            f"{what}, but the disk of {option} {path} has only {_readable(free)} free; use "
+            f"another {option} or free disk space{hint}",
         )
 
 

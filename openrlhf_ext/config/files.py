@@ -144,7 +144,7 @@ def unknown_model(name: str) -> str:
     known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir()))
     return (
         f"{name} is a hub name whose config.json is not on this machine (configs/models has "
-        f"{known}); give a folder that holds the model's config.json, no weights are needed"
+        f"{known}); give a folder with the model's config.json; weights are not needed"
     )
 
 
@@ -234,7 +234,7 @@ def downloaded(option: str, name: str) -> str:
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         message = (
-            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from "
-            f"the hub ({reason}); give the folder of a checkpoint that holds the weights"
+            f"{option}: {name} is not a folder on this machine and cannot be downloaded from the "
+            f"hub ({reason}); give the folder of a checkpoint with weights"
         )
         raise ConfigError([Violation((option,), message)]) from error

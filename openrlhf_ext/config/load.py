@@ -112,7 +112,7 @@ class ConfigLoader(yaml.SafeLoader):
             self.check_event(yaml.AliasEvent)
             and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of
         ):
-            said = f"the alias *{self.peek_event().anchor} has no anchor that ends before"
+            said = f"the alias *{self.peek_event().anchor} has no complete anchor before it"
             raise ComposerError(None, None, said, mark)
         node = super().compose_node(parent, index)
         self._nodes += self._size_of.get(id(node), 0)  # the size of an alias's target
@@ -124,7 +124,7 @@ class ConfigLoader(yaml.SafeLoader):
             and index is None
             and not isinstance(node, yaml.ScalarNode)
         ):
-            raise ComposerError(None, None, "a name must be a text", mark)
+            raise ComposerError(None, None, "a name must be text", mark)
         if (fault := _node_fault(node)) is not None:
             raise ComposerError(None, None, fault, mark)
         self._level -= 1
@@ -138,14 +138,12 @@ def _node_fault(node: yaml.Node | None) -> str | None:
         form = _FORMS.get(node.tag)
         is_good = form is not None and form.fullmatch(node.value) is not None
         return (
-            None
-            if is_good
-            else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
+            None if is_good else f"{shown(node.value)} is not a valid {node.tag.removeprefix(_TAG)}"
         )
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
     if node is None or node.tag == _TAG + kind:
         return None
-    return f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    return f"the tag {node.tag.removeprefix(_TAG)} is not supported"
 
 
 ConfigLoader.yaml_implicit_resolvers = {}
@@ -203,7 +201,7 @@ def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
         return f"{path} is not valid YAML: {' '.join(str(error).split())}"
     return (
         f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); "
-        "indent with spaces, the options of one group equally deep"
+        "indent with spaces, and all options of one group equally"
     )
 
 
@@ -230,7 +228,7 @@ class _YamlReader:
         line = node.start_mark.line + 1
         if name in self._lines:
             said = (
-                f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep "
+                f"{name} is set twice in {self.path}: lines {self._lines[name]} and {line}; keep "
                 "one"
             )
             self.violations.append(Violation((name,), said))
@@ -273,9 +271,7 @@ def words_by_option(
 def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -> None:
     named = [word for word in values if table.find(word) is not None and not os.path.exists(word)]
     if named:  # the words that follow it are its values
-        said = (
-            f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
-        )
+        said = f"options start with --: got {named[0]!r} after --config; did you mean --{named[0]}?"
         line.violations.append(Violation((), said))
         values = values[: values.index(named[0])]
     if values:
@@ -344,8 +340,8 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     of_runs = None if table.model is RunConfig else option_table().find(setting.name)
     if of_runs is not None and of_runs.unsupported is None:
-        hint = "train_ppo_ray has it, this command does not" + (
-            f"; the nearest here is {nearest}" if nearest else ""
+        hint = "train_ppo_ray has this option, but this command does not" + (
+            f"; the closest one here is {nearest}" if nearest else ""
         )
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
@@ -537,7 +533,7 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
         for part in (settings[:last], settings[last:])
     )
     of_old = [
-        Setting(name, value, f"{origin}, in its earlier name") for name, value in values.items()
+        Setting(name, value, f"{origin}, under its earlier name") for name, value in values.items()
     ]
     defaults = []
     if any("." not in name for name in earlier):
@@ -569,7 +565,7 @@ def collect(draft: Draft, settings: Iterable[Setting]) -> None:
     if more := unknown[_SHOWN_UNKNOWN:]:
         said = (
             f"and {len(more)} more unknown options, the last one {more[-1].name} "
-            f"({more[-1].origin}): the right file?"
+            f"({more[-1].origin}): is this the right file?"
         )
         draft.reject(Violation(tuple(setting.name for setting in more), said))
 
@@ -616,8 +612,8 @@ def _share_gpus(draft: Draft) -> None:
         return
     if shares:
         draft.lines.append(
-            "train.colocate_all with rollouts beside training: the engines get GPUs of their "
-            "own, the other models share the policy's, as in OpenRLHF"
+            "train.colocate_all with rollouts during training: the engines get their own GPUs, and "
+            "the other models share the policy's, as in OpenRLHF"
         )
     for name in ("ds.enable_sleep", "vllm.enable_sleep"):
         if _says(draft, name):
@@ -654,7 +650,8 @@ def resolve_paths(draft: Draft) -> None:
         if (fault := _path_fault(value.split(",") if kind == "input" else [value])) is not None:
             got = f"got {value_text(value)!r:.200} ({draft.origins[name]})"
             draft.reject(
-                Violation((name,), f"{name} must not be or hold {fault}: {got}; leave it out"), name
+                Violation((name,), f"{name} must not be or contain {fault}: {got}; leave it out"),
+                name,
             )
         else:
             draft.values[name] = resolve_path(value, kind)

@@ -98,8 +98,8 @@ def _adapter_rules(config: TrainedConfig, model: ModelShape) -> Iterator[Violati
     if config.fp8.enable:
         yield Violation(
             (name, "fp8.enable"),
-            f"{name} keeps the linear layers' weights in megatron.param_dtype, adapters beside "
-            "FP8 layers are not built: got fp8.enable; leave one of the two out",
+            f"{name} keeps the linear layers' weights in megatron.param_dtype; adapters with FP8 "
+            "layers are not supported: got fp8.enable; leave one of them out",
         )
     try:
         rank = chosen_adapter(lora, model.family).rank
@@ -110,8 +110,8 @@ def _adapter_rules(config: TrainedConfig, model: ModelShape) -> Iterator[Violati
     if isinstance(config, RunConfig) and rank > _MOST_LORA_RANK and config.vllm.lora == "adapter":
         yield Violation(
             (name, "vllm.lora"),
-            f"{name}: an adapter's rank must be at most {_MOST_LORA_RANK} where vLLM adds it: "
-            f"got {rank}; set vllm.lora merged, or a lower rank",
+            f"{name}: an adapter's rank must be at most {_MOST_LORA_RANK} if vLLM applies it: got "
+            f"{rank}; set vllm.lora merged, or a lower rank",
         )
 
 
@@ -141,9 +141,9 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
         yield Violation(
             (_REWARD, _ACTOR),
-            f"{_REWARD} must have the tokens of {_ACTOR}, which it gets as they were sampled: "
-            f"{difference}; use a reward model of the policy's family, or serve this one and "
-            "give its address as reward.remote_url",
+            f"{_REWARD} must have the tokens of {_ACTOR}, because it gets the sampled token ids: "
+            f"{difference}; use a reward model of the policy's family, or serve this one and give "
+            "its address as reward.remote_url",
         )
 
 
@@ -155,9 +155,8 @@ def _reads_policy(
     if policy is not None and model.vocab_size < policy.vocab_size:
         yield Violation(
             (option,),
-            f"{option} must know the tokens of the policy: its vocabulary has "
-            f"{model.vocab_size}, the policy's {policy.vocab_size}; use a model of the same "
-            "family",
+            f"{option} must know the tokens of the policy: its vocabulary has {model.vocab_size} "
+            f"entries, the policy's {policy.vocab_size}; use a model of the same family",
         )
 
 
@@ -208,15 +207,15 @@ def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viola
     ):
         yield Violation(
             (_GUIDE, _ACTOR),
-            f"{_GUIDE} must have the tokenizer of {_ACTOR}, each reads the other's tokens: "
-            f"{difference}; {remedy}",
+            f"{_GUIDE} must have the tokenizer of {_ACTOR}, because each reads the other's "
+            f"tokens: {difference}; {remedy}",
         )
     if policy is not None and model.vocab_size != policy.vocab_size:
         yield Violation(
             (_GUIDE, _ACTOR),
             f"{_GUIDE} must have as many vocabulary entries (vocab_size in config.json) as "
-            f"{_ACTOR}, each has to know every token of the other: got {model.vocab_size} and "
-            f"{policy.vocab_size}; {remedy}, or resize the embeddings of one of them",
+            f"{_ACTOR}, because each must know every token of the other: got {model.vocab_size} "
+            f"and {policy.vocab_size}; {remedy}, or resize the embeddings of one of them",
         )
 
 
@@ -311,14 +310,14 @@ def _experts_can_be_cut(
             )
         yield Violation(
             (option, ep, etp, tp, cp, pp),
-            f"{mixture} with {ep} 1 is cut by {tp} alone, here {cut.tensor_parallel_size}: got "
+            f"{mixture} with {ep} 1 is split by {tp} only, here {cut.tensor_parallel_size}: got "
             f"{got}; leave it out, or use a {ep} above 1",
         )
     if cut.tensor_parallel_size > 1 and not cut.sequence_parallel:
         yield Violation(
             (option, tp, sp),
-            f"{mixture} needs {sp} with a {tp} above 1: got {cut.tensor_parallel_size} without; "
-            f"add {sp}",
+            f"{mixture} needs {sp} with a {tp} above 1: got {cut.tensor_parallel_size} without "
+            f"it; add {sp}",
         )
 
 
@@ -331,7 +330,7 @@ def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Ite
         if asked:
             yield Violation(
                 (name, option),
-                f"{name} is not built for mixtures of experts: got it for the model of {option}; "
+                f"{name} is not supported for mixtures of experts, such as the model of {option}; "
                 "leave it out",
             )
     if "mlp" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
@@ -339,9 +338,9 @@ def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Ite
     if isinstance(config, RunConfig) and config.replays_rollout and config.guide_samples:
         yield Violation(
             ("train.routing_replay", "guide.model_name_or_path"),
-            "train.routing_replay takes the experts of the model that sampled, and a guide's "
-            f"are other ones: got {config.train.routing_replay} and samples of a guide; leave "
-            "one of the two out",
+            "train.routing_replay replays the experts of the model that sampled, but a guide has "
+            f"other experts than the policy: got {config.train.routing_replay} and samples of a "
+            "guide; leave one of them out",
         )
     if (
         isinstance(config, RunConfig)
@@ -350,8 +349,8 @@ def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Ite
     ):
         yield Violation(
             ("train.routing_replay", "vllm.enable_prefix_caching"),
-            "train.routing_replay rollout needs vllm.enable_prefix_caching true, got false: "
-            "vLLM keeps the experts of its routers beside the blocks of its prefix cache; set "
+            "train.routing_replay rollout needs vllm.enable_prefix_caching true, got false: vLLM "
+            "stores the experts that its routers chose with the blocks of its prefix cache; set "
             "it to true",
         )
     engine = config.vllm.tensor_parallel_size if isinstance(config, RunConfig) else 1
@@ -366,8 +365,8 @@ def _no_experts(option: str, section: str, megatron: Section) -> Iterator[Violat
         if (size := getattr(megatron, field)) not in (None, 1):
             yield Violation(
                 (option, f"{section}.{field}"),
-                f"{section}.{field} is of mixtures of experts, the model of {option} is dense: "
-                f"got {size}; leave it out",
+                f"{section}.{field} applies only to mixtures of experts, but the model of "
+                f"{option} is dense: got {size}; leave it out",
             )
 
 
@@ -378,14 +377,14 @@ def _dense_rules(config: TrainedConfig, option: str) -> Iterator[Violation]:
     if coefficient := value_of(config, name):
         yield Violation(
             (option, name),
-            f"{name} is of mixtures of experts, the model of {option} is dense: got "
+            f"{name} applies only to mixtures of experts, but the model of {option} is dense: got "
             f"{coefficient:g}; leave it out",
         )
     if isinstance(config, RunConfig) and config.train.routing_replay != "off":
         yield Violation(
             (option, "train.routing_replay"),
-            f"train.routing_replay is of mixtures of experts, the model of {option} is dense: got "
-            f"{config.train.routing_replay}; leave it out",
+            f"train.routing_replay applies only to mixtures of experts, but the model of {option} "
+            f"is dense: got {config.train.routing_replay}; leave it out",
         )
     if "moe" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
         yield _other_module(option, "moe", "mixtures of experts", "mlp")
@@ -394,8 +393,8 @@ def _dense_rules(config: TrainedConfig, option: str) -> Iterator[Violation]:
 def _other_module(option: str, module: str, owners: str, remedy: str) -> Violation:
     return Violation(
         (option, "megatron.recompute_modules"),
-        f"megatron.recompute_modules {module} is of {owners}, the model of {option} is none: got "
-        f"{module}; use {remedy}",
+        f"megatron.recompute_modules {module} applies only to {owners}, but the model of {option} "
+        f"is not one: got {module}; use {remedy}",
     )
 
 
@@ -424,8 +423,8 @@ def _uneven(
     )
     return Violation(
         (option, pp, *given),
-        f"{' and '.join(given)} must leave the other stages equally many layers, at least one "
-        f"each: got {got} with {pp} {cut.pipeline_parallel_size}, of the model of {option} "
+        f"{' and '.join(given)} must leave the other stages an equal number of layers, at least "
+        f"one each: got {got} with {pp} {cut.pipeline_parallel_size}; of the model of {option}, "
         f"{error}; {remedy}",
     )
 
@@ -473,7 +472,7 @@ def _positions(option: str, model: ModelShape, config: TrainedConfig) -> Iterato
             (option, "data.max_len"),
             f"data.max_len must not exceed the model's max_position_embeddings{said}: got "
             f"{max_len} > {model.max_positions} tokens of the model of {option}; lower "
-            "data.max_len, or stretch the window by YaRN (docs/models.md#positions)",
+            "data.max_len, or extend the window with YaRN (docs/models.md#positions)",
         )
     yield from beyond_window(option, model, "data.max_len", max_len)
     # its kernel takes no factor, and does not say so (megatron-core 0.19.2
@@ -481,9 +480,9 @@ def _positions(option: str, model: ModelShape, config: TrainedConfig) -> Iterato
     if config.megatron.rope_fusion and (factor := model.rotary_factor) != 1.0:
         yield Violation(
             (option, "megatron.rope_fusion"),
-            "megatron.rope_fusion leaves out the factor of cosines and sines, which is "
-            f"{factor:g} for the model of {option} (rope_type {model.rotary['rope_type']}): "
-            "leave megatron.rope_fusion out",
+            f"megatron.rope_fusion ignores the factor of cosines and sines, which is {factor:g} "
+            f"for the model of {option} (rope_type {model.rotary['rope_type']}): leave "
+            "megatron.rope_fusion out",
         )
 
 
@@ -496,9 +495,8 @@ def beyond_window(
         yield Violation(
             (option, length_option),
             f"{length_option} must not exceed the attention window of the model of {option} "
-            "(sliding_window in its config.json), which is exact up to its length and not built "
-            f"beyond: got {length} > {model.window} tokens; set {length_option} to at most "
-            f"{model.window}",
+            "(sliding_window in its config.json); longer sequences are not supported: got "
+            f"{length} > {model.window} tokens; set {length_option} to at most {model.window}",
         )
 
 

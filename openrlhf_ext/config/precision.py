@@ -21,8 +21,8 @@ def parameters(config: TrainedConfig) -> Iterator[Violation]:
     if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
         yield Violation(
             ("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
-            "fp8.enable needs megatron.param_dtype bf16, in which everything beside the FP8 "
-            "products is computed: got fp32; use bf16, or add fp8.emulate",
+            "fp8.enable needs megatron.param_dtype bf16, because everything except the FP8 "
+            "products is computed in it: got fp32; use bf16, or add fp8.emulate",
         )
 
 
@@ -64,8 +64,8 @@ def layers(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Vi
         if count > most:
             yield Violation(
                 (option, name, "megatron.pipeline_parallel_size"),
-                f"{name} must not exceed the layers of a pipeline stage, which is Megatron's "
-                f"limit: got {count}, a stage of the model of {option} has {most} on average "
+                f"{name} must not exceed the layers of a pipeline stage (a limit of Megatron): "
+                f"got {count}, a stage of the model of {option} has {most} on average "
                 f"({model.num_layers} layers in {megatron.pipeline_parallel_size} stages); use "
                 f"{most} or fewer, or fewer stages",
             )
@@ -101,7 +101,7 @@ def widths(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Vi
     reason = " (fp8.recipe blockwise with megatron.sequence_parallel_enable)" if blocks else ""
     yield Violation(
         tuple(names),
-        f"fp8.enable needs shards of weights whose sides are multiples of {unit}{reason}: the "
+        f"fp8.enable needs weight shards whose dimensions are multiples of {unit}{reason}: the "
         f"model of {option} on megatron.tensor_parallel_size {tp} has {sizes}; {remedy}",
     )
 
@@ -143,7 +143,7 @@ def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
     if not names:
         return "tiles of the weights: the same in trainer and engines"
     return (
-        "tiles of the weights differ between trainer and engines, which then quantize apart: "
+        "tiles of the weights differ between trainer and engines, which then quantize differently: "
         f"{', '.join(names)}"
     )
 

@@ -94,13 +94,13 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
     if ref.is_file:
         if ref.folder is not None:
             raise InputError(
-                f"{ref.path}@{ref.folder}: only a folder or a hub name takes an @, which names a "
-                "folder inside of it; shares of several data sets are an option of their own "
+                f"{ref.path}@{ref.folder}: only a folder or a hub name can have an @, which names "
+                "a folder inside it; shares of several data sets have their own option "
                 "(data.prompt_probs, data.dataset_probs)"
             )
         if split not in ("train", None):
             raise InputError(
-                f"{ref.path} is a file, which has one split, train: got {split!r}; leave the "
+                f"{ref.path} is a file, which has only the split train: got {split!r}; leave the "
                 "split out (data.prompt_split, data.dataset_split, eval.split)"
             )
         return Source(ref.path, files=(ref.path,))
@@ -132,8 +132,7 @@ def _say_what_is_left_out(folder: Path, form: str) -> None:
     ]
     if others:
         warn_once(
-            f"{folder}: its {form} files are read, and no file of another form: "
-            f"{', '.join(others[:3])}"
+            f"{folder}: only its {form} files are read, not other formats: {', '.join(others[:3])}"
         )
 
 
@@ -193,7 +192,7 @@ def read_records(
 def _usable(records: Records, path: str, wanted: Wanted) -> Iterator[dict[str, Any]]:
     for place, record in records:
         if (fault := record_fault(record, wanted)) is not None:
-            raise InputError(f"{path}, {place} {fault}; mend or remove it")
+            raise InputError(f"{path}, {place} {fault}; fix or remove it")
         if wanted.chat and "tools" in record:
             warn_once(f"{path}: {TOOLS_ARE_NOT_READ}")
         yield record
@@ -247,8 +246,8 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
         return f"has {'no' if wanted.prompt not in record else 'an empty'} {wanted.prompt!r}"
     if wanted.chat and isinstance(prompt, str) and _is_chat_as_text(prompt):
         return (
-            f"has a list of messages under {wanted.prompt!r} that is written as one text: write it "
-            "as a list (JSON)"
+            f"has a list of messages under {wanted.prompt!r} that is written as text: write it as "
+            "a JSON list"
         )
     if not isinstance(prompt, str) and (fault := _messages_fault(prompt, wanted.chat)) is not None:
         return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
@@ -263,8 +262,8 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
         except (TypeError, ValueError) as error:
             kind = type_name(label)
             return (
-                f"has a {kind} under {wanted.label!r} that JSON cannot hold ({error}): write it "
-                "as a text"
+                f"has a {kind} under {wanted.label!r} that JSON cannot represent ({error}): write "
+                "it as text"
             )
     return _answer_fault(record, wanted) if wanted.answers else None
 
@@ -275,8 +274,8 @@ def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
         if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
             return None
         return (
-            f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the "
-            "assistant's"
+            f"has no chat under {wanted.prompt!r}: it must be a list of messages, the last one "
+            "from the assistant"
         )
     if isinstance(answer, str) and isinstance(prompt, str):
         return None
@@ -349,7 +348,8 @@ def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Recor
     suffix = Path(path).suffix.lower()
     if suffix in _NOT_READ:
         raise InputError(
-            f"{path}: {suffix} is not read: write it as .jsonl, .json, .csv, .parquet or .arrow"
+            f"{path}: {suffix} files are not supported: convert it to .jsonl, .json, .csv, "
+            ".parquet or .arrow"
         )
     form = form or _form_of(Path(path))
     if form == "json":

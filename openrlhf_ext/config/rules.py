@@ -112,9 +112,9 @@ def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
     if ranks > samples > 0:
         yield Violation(
             ("actor.num_nodes", "train.batch_size"),
-            f"the policy has {ranks} data-parallel ranks, and an update {samples} samples "
-            "(train.batch_size): give at least as many, or cut the policy into more parts "
-            "(megatron.*_parallel_size)",
+            f"the policy has {ranks} data-parallel ranks, but an update has only {samples} "
+            "samples (train.batch_size). Use at least one sample per rank, or split the policy "
+            "into more parts (megatron.*_parallel_size)",
         )
 
 
@@ -127,7 +127,7 @@ def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             ("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
             "profile.ranks must be below actor.num_nodes * actor.num_gpus_per_node = "
-            f"{config.world_size}: got {ranks}; ranks are counted from 0",
+            f"{config.world_size}: got {ranks}; ranks start at 0",
         )
 
 
@@ -141,7 +141,9 @@ def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Itera
     """Yields the layout's violations. ``prefix``: the section of the layout options; ``ranks``: the
     options whose product is the number of ranks."""
     named = {"world_size": ranks, "sequence_parallel": f"{prefix}.sequence_parallel_enable"}
-    inherited = "" if prefix == "megatron" else f" (what {prefix} leaves out is that of megatron.*)"
+    inherited = (
+        "" if prefix == "megatron" else f" (options of {prefix} that are not set follow megatron.*)"
+    )
     for names, problem in layout.problems(lambda field: named.get(field, f"{prefix}.{field}")):
         yield Violation(
             tuple(option for name in names for option in name.split(" * ")), problem + inherited
@@ -154,8 +156,8 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
     if tp > per_node and config.actor.num_nodes > 1:
         yield Violation(
             ("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
-            "megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer "
-            f"would wait for the network: got {tp} and {per_node}; use "
+            "megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, because every "
+            f"layer would wait for the network: got {tp} and {per_node}; use "
             "megatron.pipeline_parallel_size between nodes",
         )
 
@@ -166,8 +168,7 @@ def optimizer_on_host(config: TrainedConfig) -> Iterator[Violation]:
     if config.ds.optimizer_on_host and not config.megatron.distributed_optimizer_enable:
         yield Violation(
             ("ds.adam_offload", name),
-            f"ds.adam_offload needs {name}, which is the default: got false; leave one of the "
-            "two out",
+            f"ds.adam_offload needs {name}, which is the default: got false; leave one of them out",
         )
 
 
@@ -176,7 +177,7 @@ def recomputation(config: TrainedConfig) -> Iterator[Violation]:
     if value_of(config, name) and config.megatron.recompute == "none":
         yield Violation(
             (name, "megatron.recompute"),
-            f"{name} and megatron.recompute none disagree; keep one of them",
+            f"{name} and megatron.recompute none contradict each other; keep one of them",
         )
 
 
@@ -206,8 +207,8 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
             yield Violation(
                 (f"{section}.num_gpus_per_node", f"{section}.num_nodes", "train.colocate_all"),
                 f"{section}.num_nodes * {section}.num_gpus_per_node must not exceed the policy's "
-                f"ranks with train.colocate_all, whose GPUs the {what} shares: got {ranks} and "
-                f"{config.world_size}",
+                f"ranks with train.colocate_all, because the {what} shares the policy's GPUs: got "
+                f"{ranks} and {config.world_size}",
             )
 
 
@@ -217,19 +218,19 @@ def fewer_engines(config: RunConfig) -> Iterator[Violation]:
         (
             "train.colocate_all",
             config.engines_share_gpus,
-            "a policy rank would be lost with the GPUs of an engine",
+            "because losing an engine's GPUs would lose a policy rank",
         ),
         (
             _GUIDE,
             config.guide_samples > 0,
-            "every group needs the guide's engines too, which cannot be fewer",
+            "because every group needs all of the guide's engines too",
         ),
     ):
         if needs_all and fewest is not None and fewest < engines:
             yield Violation(
                 ("vllm.min_engines", option),
                 f"vllm.min_engines must be vllm.num_engines with {option}, {why}: got {fewest} "
-                f"and {engines}; leave one of the two out",
+                f"and {engines}; leave one of them out",
             )
 
 
@@ -260,16 +261,16 @@ def transport(config: RunConfig) -> Iterator[Violation]:
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
         yield Violation(
             ("vllm.sync_backend", "train.full_determinism_enable"),
-            "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and "
-            "batch-invariant engines (train.full_determinism_enable) have others, one channel "
-            "and one thread: got nccl and train.full_determinism_enable; use auto or gloo, or "
-            "leave one of the two out",
+            "vllm.sync_backend nccl needs the same NCCL settings in policy and engines, but "
+            "batch-invariant engines (train.full_determinism_enable) have other settings, one "
+            "channel and one thread: got nccl and train.full_determinism_enable; use auto or "
+            "gloo, or leave one of them out",
         )
     if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
         yield Violation(
             options,
             "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and "
-            "engines on others; use auto or nccl",
+            "engines on other GPUs; use auto or nccl",
         )
 
 
@@ -282,15 +283,15 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
     if config.has_critic:
         yield Violation(
             (name, "algo.advantage.estimator"),
-            f"{name} is of the policy alone, and OpenRLHF would give the critic of "
-            "algo.advantage.estimator gae adapters too, which no critic has here: use an "
-            "estimator without a critic, or leave ds.lora.* out",
+            f"{name} applies only to the policy; OpenRLHF also gives adapters to the critic of "
+            "algo.advantage.estimator gae, which is not supported here: use an estimator without "
+            "a critic, or leave ds.lora.* out",
         )
     if config.vllm.lora == "adapter" and config.fp8.rollout_enable:
         yield Violation(
             (name, "vllm.lora", "fp8.rollout_enable"),
-            "vllm.lora adapter does not go with fp8.rollout_enable, the engines' layers are in "
-            "FP8: set vllm.lora merged, or leave fp8.rollout_enable out",
+            "vllm.lora adapter does not work with fp8.rollout_enable, because the engines' layers "
+            "are in FP8: set vllm.lora merged, or leave fp8.rollout_enable out",
         )
 
 
@@ -305,17 +306,17 @@ def reference(config: RunConfig) -> Iterator[Violation]:
         if own != config.world_size:
             yield Violation(
                 (*options, "train.colocate_actor_ref", "train.colocate_all"),
-                "a reference policy colocated with the policy has its ranks: ref.num_nodes * "
-                f"ref.num_gpus_per_node = {own}, actor.num_nodes * actor.num_gpus_per_node = "
-                f"{config.world_size}; make them equal or leave ref.num_nodes and "
-                "ref.num_gpus_per_node out",
+                "a reference model colocated with the policy uses the policy's ranks: "
+                f"ref.num_nodes * ref.num_gpus_per_node = {own}, actor.num_nodes * "
+                f"actor.num_gpus_per_node = {config.world_size}; make them equal or leave "
+                "ref.num_nodes and ref.num_gpus_per_node out",
             )
         return
     yield from _whole_copies("ref", own, config)
     if config.ref.offload:
         yield Violation(
             ("ref.offload", *options),
-            "ref.offload keeps the reference in the policy's host memory, ref.num_nodes * "
+            "ref.offload keeps the reference in the policy's host memory, but ref.num_nodes * "
             f"ref.num_gpus_per_node = {own} gives it ranks of its own: leave one of them out, or "
             "set train.colocate_actor_ref",
         )
@@ -330,8 +331,8 @@ def _whole_copies(
         yield Violation(
             (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
             f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks "
-            f"of one copy of the policy, whose layout the model has: got {ranks} and {size}; use "
-            f"another number{remedy}",
+            f"of one copy of the policy, because the model has the policy's layout: got {ranks} "
+            f"and {size}; use another number{remedy}",
         )
 
 
@@ -359,14 +360,14 @@ def reward_model(config: RunConfig) -> Iterator[Violation]:
     if config.algo.dynamic_filtering_enable:
         yield Violation(
             ("algo.dynamic_filtering_enable", _REWARD),
-            "algo.dynamic_filtering_enable needs rewards that come with the responses, and "
+            "algo.dynamic_filtering_enable needs rewards that come with the responses, but "
             f"{_REWARD} scores whole batches (as in OpenRLHF): {remedy}",
         )
     if config.eval.dataset is not None:
         yield Violation(
             ("eval.dataset", _REWARD),
-            f"eval.dataset needs rewards that come with the responses, and {_REWARD} scores "
-            f"batches of training only (as in OpenRLHF): {remedy}",
+            f"eval.dataset needs rewards that come with the responses, but {_REWARD} scores only "
+            f"training batches (as in OpenRLHF): {remedy}",
         )
 
 
@@ -381,8 +382,8 @@ def guide(config: RunConfig) -> Iterator[Violation]:
     if estimator == MIXED and config.own_options.get("zero_batch") and not config.has_guide:
         yield Violation(
             ("algo.mixed_policy_dapo", _GUIDE),
-            "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true "
-            f"and no {_GUIDE}; set {_GUIDE}, or switch zero_batch off",
+            "algo.mixed_policy_dapo.zero_batch needs log-probs of a guide: got true and no "
+            f"{_GUIDE}; set {_GUIDE}, or switch zero_batch off",
         )
     if not config.has_guide:
         return
@@ -390,15 +391,15 @@ def guide(config: RunConfig) -> Iterator[Violation]:
     if config.guide_samples >= group:
         yield Violation(
             ("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
-            "guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy "
-            f"samples the other completions of a group: got {config.guide_samples} and {group}; "
-            "lower the one or raise the other",
+            "guide.samples_per_prompt must be below rollout.n_samples_per_prompt, because the "
+            f"policy samples the other completions of a group: got {config.guide_samples} and "
+            f"{group}; lower one or raise the other",
         )
     if config.train.colocate_all and config.guide_samples:
         yield Violation(
             (_GUIDE, "train.colocate_all"),
-            f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not "
-            "share the policy's GPUs: leave one of them out",
+            f"{_GUIDE} and train.colocate_all cannot be used together, because the guide's "
+            "engines do not share the policy's GPUs: leave one of them out",
         )
     yield from _whole_copies("guide", config.guide_ranks, config)
 
@@ -421,14 +422,15 @@ def batches(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             ("train.batch_size", "rollout.n_samples_per_prompt"),
             "train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, "
-            f"groups are never split: got {train} and {group}; use {_multiples(train, group)}",
+            f"because groups are never split: got {train} and {group}; use "
+            f"{_multiples(train, group)}",
         )
     if config.samples_per_rollout % train:
         yield Violation(
             ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
             "train.batch_size (samples) must divide rollout.batch_size * "
             f"rollout.n_samples_per_prompt ({prompts} * {group} = {config.samples_per_rollout}): "
-            f"got {train}; lower train.batch_size or make rollout.batch_size larger",
+            f"got {train}; lower train.batch_size or raise rollout.batch_size",
         )
     if config.rollout.vllm_generate_batch_size not in (None, prompts):
         yield Violation(
@@ -440,8 +442,8 @@ def batches(config: RunConfig) -> Iterator[Violation]:
     if requests is not None and requests < group:
         yield Violation(
             ("vllm.max_requests", "rollout.n_samples_per_prompt"),
-            "vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked "
-            f"for as a whole: got {requests} and {group}; raise it or leave it out",
+            "vllm.max_requests must be at least rollout.n_samples_per_prompt, because a group is "
+            f"requested as a whole: got {requests} and {group}; raise it or leave it out",
         )
 
 
@@ -463,8 +465,8 @@ def lengths(config: RunConfig) -> Iterator[Violation]:
     if response is not None and response >= max_len:
         yield Violation(
             ("rollout.max_new_tokens", "data.max_len"),
-            "rollout.max_new_tokens must be below data.max_len, the prompt needs room: got "
-            f"{response} and {max_len} tokens; lower the one or raise the other",
+            "rollout.max_new_tokens must be below data.max_len, because the prompt needs room: "
+            f"got {response} and {max_len} tokens; lower one or raise the other",
         )
     probe = config.weight_sync.probe_length
     if probe is not None and probe >= max_len:
@@ -488,8 +490,8 @@ def evaluations(config: RunConfig) -> Iterator[Violation]:
     if given.remote_url is not None and config.train.agent_func_path is not None:
         yield Violation(
             ("eval.remote_url", "train.agent_func_path"),
-            "eval.remote_url and train.agent_func_path exclude each other, an agent grades its "
-            "own rollouts: leave eval.remote_url out",
+            "eval.remote_url and train.agent_func_path cannot be used together, because an agent "
+            "grades its own rollouts: leave eval.remote_url out",
         )
     if given.dataset is not None and not any(given.violations()):
         for each in given.sets:
@@ -497,17 +499,17 @@ def evaluations(config: RunConfig) -> Iterator[Violation]:
             if response is not None and response >= config.data.max_len:
                 yield Violation(
                     ("eval.max_new_tokens", "data.max_len"),
-                    "eval.max_new_tokens must be below data.max_len, the prompt needs room: got "
-                    f"{response} and {config.data.max_len} tokens; lower the one or raise the "
-                    "other",
+                    "eval.max_new_tokens must be below data.max_len, because the prompt needs "
+                    f"room: got {response} and {config.data.max_len} tokens; lower one or raise "
+                    "the other",
                 )
     if given.async_enable and config.max_staleness == 0:
         yield Violation(
             ("eval.async_enable", "train.max_staleness"),
             "eval.async_enable needs engines that sample while the policy trains: with "
-            "train.max_staleness 0 they stand still meanwhile (and with train.colocate_all "
-            "sleep), so that nothing would be gained; set train.max_staleness to at least 1, or "
-            "leave eval.async_enable out",
+            "train.max_staleness 0 they are idle during training (or asleep, with "
+            "train.colocate_all), so nothing would be gained; set train.max_staleness to at least "
+            "1, or leave eval.async_enable out",
         )
     yield from _best_metric(config)
 
@@ -537,8 +539,8 @@ def _best_metric(config: RunConfig) -> Iterator[Violation]:
         if config.ckpt.save_steps == -1:
             yield Violation(
                 ("ckpt.best_metric_key", "ckpt.save_steps"),
-                f"ckpt.best_metric_key {best} compares the steps that are saved: set "
-                "ckpt.save_steps (1 = every step)",
+                f"ckpt.best_metric_key {best} compares saved steps: set ckpt.save_steps (1 = "
+                "every step)",
             )
         return
     if best not in (known := evaluation_metrics(given)):
@@ -556,8 +558,8 @@ def _best_metric(config: RunConfig) -> Iterator[Violation]:
     elif given.async_enable:
         yield Violation(
             ("ckpt.best_metric_key", "eval.async_enable"),
-            f"ckpt.best_metric_key {best} and eval.async_enable exclude each other, an "
-            "evaluation beside training ends when the weights that it measured are gone: leave "
+            f"ckpt.best_metric_key {best} and eval.async_enable cannot be used together, because "
+            "an evaluation during training ends after the weights it measured are gone: leave "
             "eval.async_enable out, or keep every checkpoint",
         )
 
@@ -574,7 +576,7 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
     if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
         yield Violation(
             ("train.late_groups", "algo.advantage.is_correction_level"),
-            "train.late_groups train needs an importance correction, and "
+            "train.late_groups train needs an importance correction, but "
             "algo.advantage.is_correction_level is off: groups may lag by any number of weight "
             "versions; set --train.late_groups wait or drop, or a correction",
         )
@@ -600,9 +602,9 @@ def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
     if kl.target is not None and config.samples_per_rollout * _MAX_CHANGE >= kl.horizon:
         yield Violation(
             ("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
-            f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of "
-            f"rollouts, or one batch could turn the sign of the coefficient: got {kl.horizon} "
-            f"samples and {config.samples_per_rollout}; raise it (10000 is usual)",
+            f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of rollouts, "
+            f"or one batch could change the sign of the coefficient: got {kl.horizon} samples and "
+            f"{config.samples_per_rollout}; raise it (10000 is usual)",
         )
 
 
@@ -681,8 +683,8 @@ def hub_names(config: RunConfig) -> Iterator[str]:
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
         yield (
-            f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not "
-            "checked before it is downloaded"
+            f"{_ACTOR} {path} is treated as a hub name: the layout is not checked against the "
+            "model before the download"
         )
     reward = config.reward.model_name_or_path if config.has_reward_model else None
     for option, folder, what in ((_ACTOR, path, "policy"), (_REWARD, reward, "reward model")):
@@ -695,8 +697,8 @@ def hub_names(config: RunConfig) -> Iterator[str]:
         for ref in dataset_refs(inputs_of(config, option)):
             if ref.path and is_hub_name(ref.path):
                 yield (
-                    f"{option} {ref.path} is taken for a hub name: its keys are not checked "
-                    "before it is downloaded"
+                    f"{option} {ref.path} is treated as a hub name: its keys are not checked "
+                    "before the download"
                 )
 
 
@@ -704,9 +706,9 @@ def unexecuted_code(config: TrainedConfig) -> Iterator[str]:
     for option in config.model_options:
         if names_code(folder := str(value_of(config, option) or "")):
             yield (
-                f"{option}: {folder} names Python code of its own (auto_map), which is not "
-                "executed: model and tokenizer are those that the other files say; where the "
-                f"tokenizer needs it, {AS_TOKENIZER_JSON}"
+                f"{option}: {folder} has its own Python code (auto_map), which is not executed: "
+                "the other files define model and tokenizer; where the tokenizer needs the code: "
+                f"{AS_TOKENIZER_JSON}"
             )
 
 
@@ -714,20 +716,19 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield (
             "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and "
-            "engines are in the memory of a GPU at the same time; vllm.gpu_memory_utilization "
-            "must leave room for the policy"
+            "engines use a GPU's memory at the same time; vllm.gpu_memory_utilization must leave "
+            "room for the policy"
         )
     if config.train.colocate_all and config.has_reward_model and not config.reward.offload:
         yield (
-            "train.colocate_all with a reward model and without reward.offload: its weights "
-            "stay in the memory of the GPUs while engines sample and policy trains; "
+            "train.colocate_all with a reward model and without reward.offload: its weights stay "
+            "in GPU memory while the engines sample and the policy trains; "
             "vllm.gpu_memory_utilization must leave room for them"
         )
     if config.max_staleness > 0 and config.train.full_determinism_enable:
         yield (
-            "train.full_determinism_enable with train.max_staleness above 0: which group is "
-            "finished first, and which token meets new weights first, depends on timing, so two "
-            "runs differ"
+            "train.full_determinism_enable with train.max_staleness above 0: which group finishes "
+            "first, and which token first uses new weights, depends on timing, so two runs differ"
         )
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
         yield (
@@ -742,7 +743,7 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
         yield (
             f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
             f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not "
-            "replaced, because the batch is given up first"
+            "replaced, because the batch times out first"
         )
 
 
@@ -828,8 +829,8 @@ def unused_reward_model(config: RunConfig) -> Iterator[str]:
             continue  # reported as a violation
         if scale is None:
             yield (
-                f"reward.normalize_enable changes nothing for {option}, whose config.json has no "
-                "mean and std"
+                f"reward.normalize_enable has no effect on {option}, because its config.json has "
+                "no mean and std"
             )
 
 
@@ -843,7 +844,7 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
             "memory_mib",
             "environment",
         ):
-            yield from _idle(config, f"reward.{leaf}", f"{_REWARD} grades")
+            yield from _idle(config, f"reward.{leaf}", f"{_REWARD} grades responses")
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
             yield from _idle(
@@ -862,9 +863,9 @@ def token_budgets(config: RunConfig) -> Iterator[str]:
         tokens = value_of(config, name)
         if tokens is not None and tokens * cp < max_len:
             yield (
-                f"{name} * megatron.context_parallel_size is below data.max_len ({tokens} * {cp} "
-                f"< {max_len} tokens): a longer sequence is a micro-batch of its own, and takes "
-                "the memory of one"
+                f"{name} * megatron.context_parallel_size is below data.max_len ({tokens} * {cp} < "
+                f"{max_len} tokens): a longer sequence gets its own micro-batch and needs memory "
+                "for all its tokens"
             )
 
 

@@ -78,10 +78,11 @@ OpenRLHF that are refused are listed at the end.
         instead="download first and give the local paths",
     )
     dry_run: bool = added(
-        False, "say whether the run would start, print memory, places and configuration, and stop"
+        False,
+        "check whether the run would start, print memory, placement and configuration, and stop",
     )
     strict: bool = added(
-        False, "refuse what means something else here than in OpenRLHF, or nothing"
+        False, "reject options that mean something else here than in OpenRLHF, or nothing"
     )
     dry_run_json: bool = added(
         False, "a dry run for programs: print options, layout and versions as JSON, and stop"

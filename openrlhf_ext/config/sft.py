@@ -60,7 +60,7 @@ class SupervisedConfig(TrainedConfig, Optimizer):
     local_rank: Int = no_meaning(
         -1,
         "rank on the node, set by DeepSpeed's launcher",
-        why="LOCAL_RANK of the environment says it",
+        why="the environment variable LOCAL_RANK sets it",
         instead="leave it out",
     )
     use_ms: bool = not_yet(
@@ -70,7 +70,7 @@ class SupervisedConfig(TrainedConfig, Optimizer):
         instead="download first and give the local paths",
     )
     dry_run: bool = added(
-        False, "say whether the run would start, print ranks and configuration, and stop"
+        False, "check whether the run would start, print ranks and configuration, and stop"
     )
 
     @property

@@ -42,8 +42,8 @@ def check_supervised(config: SupervisedConfig) -> Findings:
         of_rules.append(
             Violation(
                 ("fp8.rollout_enable",),
-                "fp8.rollout_enable is about rollout engines, which supervised training has "
-                "not: leave it out",
+                "fp8.rollout_enable is for rollout engines, which supervised fine-tuning does not "
+                "have: leave it out",
             )
         )
     warnings = (*unexecuted_code(config), *found.warnings)
@@ -75,8 +75,8 @@ def launcher(config: SupervisedConfig) -> Iterator[Violation]:
         yield Violation(
             (option,),
             f"{option} {ranks} contradicts the launcher, which started {total} ranks "
-            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts "
-            "ranks itself",
+            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, so that the command starts "
+            "the ranks itself",
         )
 
 
@@ -98,7 +98,7 @@ def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
     if data.multiturn and data.output_key is not None:
         yield Violation(
             ("data.multiturn", "data.output_key"),
-            "data.multiturn reads whole chats of data.input_key: leave data.output_key "
+            "data.multiturn reads whole chats from data.input_key: leave data.output_key "
             f"{data.output_key} out",
         )
     wanted = wanted_examples(config)

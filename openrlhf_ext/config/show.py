@@ -52,7 +52,7 @@ def format_help(
     chosen = _matching(pattern, table)
     if not chosen:
         groups = list(dict.fromkeys(map(group_of, table.values())))
-        hint = did_you_mean(pattern, [*groups, *table], "there are the")
+        hint = did_you_mean(pattern, [*groups, *table], "choose one of the")
         raise ConfigError(
             [
                 Violation(
@@ -72,7 +72,7 @@ def format_help(
     for group, options in groupby(supported, key=group_of):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
     if refused:
-        heading = "refused, or without a meaning here, unless left at their default:"
+        heading = "rejected, or without meaning here, unless left at the default:"
         blocks.append("\n".join([heading, *map(_refused_entry, refused)]) + "\n")
     return "\n".join(blocks)
 
@@ -152,7 +152,7 @@ _MATTER_WHEN_SET = (
 )
 
 
-_PUT_IN = "  # something is hidden: put it in before this file is used"
+_PUT_IN = "  # a value is hidden: fill it in before you use this file"
 
 
 def format_config(config: RunConfig) -> str:
@@ -358,7 +358,7 @@ def _stage_layers(model: ModelShape | None, stage: int, layout: ParallelLayout) 
 def _engine_lines(config: RunConfig) -> Iterator[str]:
     size = config.vllm.tensor_parallel_size
     shared = config.engines_share_gpus
-    where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
+    where = "on the GPUs of these policy ranks" if shared else "on their own GPUs, placed by Ray"
     yield (
         f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, "
         f"{where}"
@@ -375,8 +375,8 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
         policy = config.rollout.n_samples_per_prompt - config.guide_samples
         yield (
             f"rollout of the guide: {config.guide.num_engines} vLLM engines x tp {size}, "
-            f"{config.rollout_dtype}, on GPUs of their own; {config.guide_samples} responses to "
-            f"a prompt, the policy's engines make {policy}"
+            f"{config.rollout_dtype}, on their own GPUs; {config.guide_samples} responses per "
+            f"prompt, the policy's engines sample {policy}"
         )
 
 
@@ -392,12 +392,12 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
     dp = config.layout.data_parallel_size
     yield (
         f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples, "
-        f"dealt to {dp} data-parallel rank{'s' if dp != 1 else ''} by length"
+        f"distributed to {dp} data-parallel rank{'s' if dp != 1 else ''} by length"
     )
     if train.dynamic_batch_enable:
         yield (
             f"  micro-batches of at most {train.max_tokens_per_gpu} tokens on a rank, as many as "
-            "the lengths ask for"
+            "the lengths require"
         )
     else:
         fewest = math.ceil(train.batch_size / (dp * train.micro_batch_size))
@@ -423,9 +423,9 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
             if config.critic_shares_with_reward
             else ""
         )
-        where = f"GPUs of the {sharer}" if sharer else "GPUs of their own"
+        where = f"GPUs of the {sharer}" if sharer else "their own GPUs"
         yield (
-            f"reward model: {config.reward_ranks} ranks, laid out as the policy, on {where}, from "
+            f"reward model: {config.reward_ranks} ranks, in the policy's layout, on {where}, from "
             f"{config.reward.model_name_or_path}"
         )
     if config.has_reference:
@@ -438,7 +438,7 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
 
 def _place_of_frozen(ranks: int) -> str:
     return (
-        f"{ranks} ranks of its own, laid out as the policy"
+        f"{ranks} ranks of its own, in the policy's layout"
         if ranks
         else "in the host memory of the policy's ranks"
     )

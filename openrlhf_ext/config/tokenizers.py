@@ -66,8 +66,7 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
             return f"has a file that cannot be used: {error}"
     elif names_code(folder, ["tokenizer_config.json"]):
         return (
-            "has a tokenizer that is Python code of its own, which is not executed; "
-            f"{AS_TOKENIZER_JSON}"
+            f"has a tokenizer with its own Python code, which is not executed; {AS_TOKENIZER_JSON}"
         )
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
@@ -85,17 +84,17 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
         return None
     if names:
         return (
-            f"has chat templates that are called {', '.join(map(str, names))}, and none is "
-            "called default: give one"
+            f"has chat templates named {', '.join(map(str, names))}, but none named default: add "
+            "one"
         )
     unread = (
-        "; chat_template.json is read of processors alone"
+        "; chat_template.json is read only for processors"
         if (path / "chat_template.json").is_file()
         else ""
     )
     return (
         f"has a tokenizer without a chat template (a base model?){unread}: leave "
-        "data.apply_chat_template out and use data.input_template, or take the instruct model's "
+        "data.apply_chat_template out and use data.input_template, or use the instruct model's "
         "tokenizer"
     )
 
@@ -161,7 +160,9 @@ def _vocabulary_difference(one: dict[str, Any], other: dict[str, Any]) -> str | 
     mine, theirs = _token_of_id(one), _token_of_id(other)
     if (difference := _id_difference(mine.keys() | theirs.keys(), mine, theirs)) is not None:
         return difference
-    return None if _merges(one) == _merges(other) else "they have the same tokens and other merges"
+    return (
+        None if _merges(one) == _merges(other) else "they have the same tokens but different merges"
+    )
 
 
 def _id_difference(ids: Iterable[int], mine: dict[int, str], theirs: dict[int, str]) -> str | None:

@@ -96,7 +96,7 @@ DIFFERENCES = (
         "algo.advantage.estimator",
         "gae (and six others)",
         "gae (and others)",
-        "methods that OpenRLHF has not",
+        "methods that OpenRLHF does not have",
     ),
     Difference(
         "algo.kl.init_coef",
@@ -115,7 +115,7 @@ DIFFERENCES = (
         "vllm.gpu_memory_utilization",
         "0.95",
         "0.95; 0.8 with train.colocate_all",
-        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
+        "a policy that shares the GPU keeps its CUDA context, NCCL buffers and staging there",
     ),
     Difference(
         "reward.clip_range",
@@ -124,16 +124,25 @@ DIFFERENCES = (
         "other methods do not clip rewards",
     ),
     Difference(
-        "eval.split", "train", "validation, test, ... where there is one", "held-out means held out"
+        "eval.split",
+        "train",
+        "validation, test, ... if there is one",
+        "training data is not held out",
     ),
     Difference(
         "ds.packing_samples", "false", "true", "micro-batches are always packed without padding"
     ),
     Difference(
-        "actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"
+        "actor.lr_scheduler",
+        "any of transformers' schedules",
+        "five of them",
+        "the schedule is Megatron's",
     ),
     Difference(
-        "critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"
+        "critic.lr_scheduler",
+        "any of transformers' schedules",
+        "five of them",
+        "the schedule is Megatron's",
     ),
 )
 
@@ -260,7 +269,7 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values["reward.offload"] = True  # one name for both models
     if (coef := _number(given, "ptx_coef", 0.0, faults)) > 0:
         faults.append(
-            f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not built; "
+            f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not supported; "
             "set it to 0"
         )
     if any(name in given for name in _LENGTHS):

@@ -165,7 +165,7 @@ def own_algorithm_problems(config: RunConfig) -> list[Violation]:
         )
         return [Violation((option, "algo.advantage.estimator"), message)]
     if not (path.endswith(".py") and os.path.isfile(path)):
-        return [Violation((option,), f"{option} must be a .py file that is there: got {path}")]
+        return [Violation((option,), f"{option} must be an existing .py file: got {path}")]
     try:
         algorithm_name(config)
     except ValueError as error:
@@ -267,9 +267,10 @@ def kl_violations(config: RunConfig) -> Iterator[Violation]:
         remedy = f"{'add' if 'loss' in legal else 'leave out'} algo.kl.use_loss, or {remedy}"
     yield Violation(
         ("algo.kl.init_coef", "algo.kl.use_loss", "algo.advantage.estimator"),
-        f"algo.advantage.estimator {estimator} takes a KL penalty "
-        f"{'only in the ' + legal[0] if legal else 'nowhere'}: got algo.kl.init_coef "
-        f"{kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
+        f"algo.advantage.estimator {estimator} "
+        f"{'supports a KL penalty only in the ' + legal[0] if legal else 'does not support a KL penalty'}: "
+        f"got algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; "
+        f"{remedy}",
     )
 
 
@@ -284,7 +285,7 @@ def loss_violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             ("actor.policy_loss_type", "algo.advantage.estimator"),
             "actor.policy_loss_type gspo is for OpenRLHF's own estimators: got "
-            f"algo.advantage.estimator {estimator}, which has a loss of its own; use "
+            f"algo.advantage.estimator {estimator}, which has its own loss; use "
             "algo.advantage.estimator gspo, group_norm or reinforce_baseline",
         )
 
@@ -305,20 +306,20 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
             config.rollout.top_p < 1,
             "rollout.top_p",
             f"{config.rollout.top_p:g}",
-            "they are of the cut distribution",
+            "they come from the truncated distribution",
         ),
         (
             config.correction_level != "off",
             "algo.advantage.is_correction_level",
             config.correction_level,
-            "ratios are to the engines' log-probs already, and a correction would compare these "
-            "with themselves",
+            "ratios already use the engines' log-probs, and a correction would compare these with "
+            "themselves",
         ),
         (
             by_policy,
             "algo.entropies",
             "policy",
-            f"{estimator} needs a pass of the policy for its entropies",
+            f"{estimator} needs a forward pass of the policy for its entropies",
         ),
         (
             method.needs_prepare,
@@ -330,13 +331,13 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
             penalty is not None and penalty["place"] == "reward",
             "algo.kl.init_coef",
             f"{config.algo.kl.init_coef:g}",
-            "a KL penalty in the reward is of the policy's log-probs",
+            "a KL penalty in the reward uses the policy's log-probs",
         ),
         (
             config.has_critic,
             "algo.advantage.estimator",
             estimator,
-            "the policy is not trained in its first steps",
+            "it does not train the policy in its first steps",
         ),
         (
             config.train.drift_check,
@@ -348,14 +349,14 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
             config.train.routing_replay == "policy",
             "train.routing_replay",
             "policy",
-            "it replays the policy's pass",
+            "it replays the policy's forward pass",
         ),
     ]
     for wrong, name, value, why in needs:
         if wrong:
             yield Violation(
                 ("algo.old_logprobs", name),
-                f"algo.old_logprobs engine does not go with {name} {value}: {why}; use "
+                f"algo.old_logprobs engine does not work with {name} {value}: {why}; use "
                 "algo.old_logprobs auto",
             )
 
@@ -368,19 +369,19 @@ def _entropy_violations(config: RunConfig) -> Iterator[Violation]:
             config.rollout.top_p < 1,
             "rollout.top_p",
             f"{config.rollout.top_p:g}",
-            "they are of the cut distribution",
+            "they come from the truncated distribution",
         ),
         (
             config.train.agent_func_path is not None,
             "train.agent_func_path",
             config.train.agent_func_path,
-            "the responses of agents bring none",
+            "responses of agents have no entropies",
         ),
     ):
         if wrong:
             yield Violation(
                 ("algo.entropies", name),
-                f"algo.entropies engine does not go with {name} {value}: {why}; use "
+                f"algo.entropies engine does not work with {name} {value}: {why}; use "
                 "algo.entropies policy",
             )
 
@@ -397,7 +398,7 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
         yield no_effect(
             "algo.entropies",
             "engine",
-            f"algo.advantage.estimator {estimator} shapes by no entropies",
+            f"algo.advantage.estimator {estimator} uses no entropies",
         )
     for key, value in config.own_options.items():
         if key in foreign and value is not None:
@@ -415,8 +416,8 @@ def transport_warnings(config: RunConfig) -> Iterator[str]:
     nodes may not."""
     if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not glob.glob("/dev/nvidia[0-9]*"):
         yield (
-            f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, and this machine has "
-            "none: the nodes of the run must have them; auto takes gloo where there are none"
+            f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, but this machine has none: "
+            "the nodes of the run must have them; auto uses gloo without GPUs"
         )
 
 
@@ -429,16 +430,16 @@ def machine_violations() -> Iterator[Violation]:
     if free < _SHARED_MIB:
         yield Violation(
             (),
-            f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB "
-            "are: remove what ended programs left, or make it larger (mount -o remount,size=8g "
-            f"{_SHARED}; a container's --shm-size 8g)",
+            f"{_SHARED} must have {_SHARED_MIB} MiB free for data that processes share, but only "
+            f"{free} MiB are free: delete files that ended programs left, or make it larger "
+            f"(mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)",
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES:
         yield Violation(
             (),
-            f"a process must be allowed {_OPEN_FILES} open files, with many ranks and engines "
-            f"more: the limit is {soft}; raise it (ulimit -n 4096; without an administrator up "
+            f"a process must be allowed {_OPEN_FILES} open files, more with many ranks and "
+            f"engines: the limit is {soft}; raise it (ulimit -n 4096; without an administrator up "
             f"to {hard})",
         )
 
@@ -468,7 +469,7 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
             yield Violation(
                 (option,),
                 f"{option}: {folder} holds no *.safetensors file, which a run loads; save the "
-                "model's weights there (save_pretrained), or ask with --dry_run what it would hold",
+                "model's weights there (save_pretrained), or use --dry_run, which needs none",
             )
             continue
         try:
@@ -501,8 +502,8 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             ("guide.model_name_or_path", "guide.num_gpus_per_node", "actor.model_name_or_path"),
             "guide.model_name_or_path must have the architecture of actor.model_name_or_path, "
-            f"its weights take the policy's place for a forward pass: got {different}; give the "
-            "guide ranks of its own (guide.num_gpus_per_node)",
+            f"because its weights replace the policy's for a forward pass: got {different}; give "
+            "the guide ranks of its own (guide.num_gpus_per_node)",
         )
 
 

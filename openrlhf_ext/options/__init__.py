@@ -245,7 +245,7 @@ def info_of(field: FieldInfo) -> OptionInfo:
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("true is no 1")
+        raise ValueError("true is not a number")
     return value
 
 

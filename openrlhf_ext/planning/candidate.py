@@ -126,8 +126,8 @@ class Candidate:
         moment, short = self.fullest, f"{self.short / GIB:.1f} GiB"
         if moment.total - self.memory < self.short:
             return (
-                f"an engine lacks {short} of its share of a GPU ({SHARE} {self.share:g}) "
-                "for its weights, activations and one of the longest sequences in its KV cache"
+                f"an engine needs {short} more than its share of a GPU ({SHARE} {self.share:g}) "
+                "for its weights, activations and a KV cache for one of the longest sequences"
             )
         if moment.doing == "sampling" and moment.largest == KV_CACHE:
             return (
@@ -135,8 +135,8 @@ class Candidate:
                 "for the rest"
             )
         return (
-            f"memory while {moment.doing}: {short} are missing, and {moment.largest} is the "
-            "largest part"
+            f"memory is {short} short while {moment.doing}, and {moment.largest} is the largest "
+            "part"
         )
 
 
@@ -197,7 +197,7 @@ class Costs:
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
             other = (
-                "of another card give the nearest one, and its memory as megatron.gpu_memory_gib"
+                "for another card, give the closest one, and its memory as megatron.gpu_memory_gib"
             )
             hint = did_you_mean(self.gpu_name, GPUS, other, cutoff=_SAME_CARD)
             raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}")

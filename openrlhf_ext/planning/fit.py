@@ -69,7 +69,7 @@ class Device:
 
     @property
     def remedy(self) -> str:
-        return "" if self.is_known else f"; {_MEMORY} says what the run's GPUs have"
+        return "" if self.is_known else f"; set {_MEMORY} to the memory of the run's GPUs"
 
 
 _ASSUMED_DEVICE = Device(
@@ -113,9 +113,7 @@ def _gpu_here() -> Device | None:
             raise EOFError(f"no answer within {_ASK_S:g} s")
         found = receiver.recv()
     except EOFError as error:
-        logger.warning(
-            "the GPU of this machine does not say what memory it has (%s): %s does", error, _MEMORY
-        )
+        logger.warning("this machine's GPU does not report its memory (%s): set %s", error, _MEMORY)
         return None
     finally:
         child.kill()
@@ -253,8 +251,8 @@ def findings(config: TrainedConfig) -> Findings:
         return Findings((*of_rank, *_host_too_small(found[1])), ())
     if config.megatron.layout == "auto":
         later = (
-            "megatron.layout auto: the sizes are chosen once the model's config.json is here, "
-            "at the start of the run"
+            "megatron.layout auto: the sizes are chosen at the start of the run, once the model's "
+            "config.json is on this machine"
         )
         return Findings((), (later,))
     if (found := _laid_out(run)) is None:
@@ -303,8 +301,8 @@ def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
     caution = ", which is tight: parts of the sum are estimates" if laid_out.tight(fullest) else ""
     if not laid_out.fits:
         caution = (
-            ": activations of the longest sequences are too much, and no other layout of these "
-            "GPUs takes less"
+            ": activations of the longest sequences do not fit, and no other layout of these GPUs "
+            "needs less"
         )
     made = {
         name: source
@@ -317,10 +315,9 @@ def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
         if source != CHOSEN
     ]
     return (
-        f"megatron.layout auto: {_written(config, made)}; written so, it stays. While "
+        f"megatron.layout auto: {_written(config, made)}; set these options to keep it. While "
         f"{fullest.doing}, the fullest GPU holds {fullest.total / GIB:.1f} of "
-        f"{device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
-        f"{''.join(instead)}"
+        f"{device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}{''.join(instead)}"
     )
 
 
@@ -353,7 +350,7 @@ def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation
         yield Violation(
             ("vllm.tensor_parallel_size", "actor.model_name_or_path"),
             f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take "
-            f"{weights / GIB:.1f} GiB of a GPU, and {device.said} has "
+            f"{weights / GIB:.1f} GiB of a GPU, but {device.said} has "
             f"{memory / GIB:.1f}{device.remedy}",
         )
 
@@ -385,11 +382,11 @@ def _rank_too_large(
     options = (*SIZES, *(EXPERTS if mixture else ()), *ranks, *(engine if shared else ()))
     yield Violation(
         tuple(called.get(name, name) for name in options),
-        f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
+        f"{' * '.join(SIZES[:2])} must split the models so that a rank fits on a GPU{beside}: got "
         f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} "
         f"ranks{f', {EXPERTS[0]} {layout.expert_parallel_size}' if mixture else ''}, with which "
         f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation "
-        f"({_shown(standing)}), and {device.said} has {memory / GIB:.1f}; "
+        f"({_shown(standing)}), but {device.said} has {memory / GIB:.1f}; "
         f"{_remedy(config, device, called)}{device.remedy}",
     )
 
@@ -410,7 +407,7 @@ def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
     yield Violation(
         ("ds.adam_offload", "actor.num_nodes", *(("ckpt.async_enable",) if copied else ())),
         f"ds.adam_offload: the ranks of a node would keep {host.total / GIB:.1f} GiB in its host "
-        f"memory ({_shown(host)}), and this machine has {there / GIB:.1f}; use more "
+        f"memory ({_shown(host)}), but this machine has {there / GIB:.1f}; use more "
         f"nodes{copied}, or leave ds.adam_offload out",
     )
 
@@ -437,21 +434,21 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
                 )
             told = {name: count for name, count in counts.items() if count > 1 or not called}
             said = ", ".join(f"{called.get(name, name)} {count}" for name, count in told.items())
-            return f"no layout of these GPUs fits; {said} with {sizes} would do{on_host}"
+            return f"no layout of these GPUs fits; {said} with {sizes} would fit{on_host}"
         factor *= 2
     shared = (
         f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}"
         if config.engines_share_gpus
         else ""
     )
-    return f"no layout fits, nor do more GPUs help: shorten data.max_len{shared}{on_host}"
+    return f"no layout fits, even with more GPUs: lower data.max_len{shared}{on_host}"
 
 
 def _on_host(config: RunConfig, device: Device) -> str:
     """Returns the hint that the run fits with Adam's states in host memory, or ""."""
     offload = _planner(config, device).to_host
     tries = (
-        {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
+        {"": config, ", with the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
         if offload
         else {}
     )
@@ -526,7 +523,10 @@ def verdict(config: RunConfig) -> Verdict:
     if not laid_out.short:
         tight = "; memory is tight" if any(map(laid_out.tight, laid_out.decisive)) else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
-    short = f"does not fit on {device.said}: {laid_out.lacking}; openrlhf-ext plan finds what does"
+    short = (
+        f"does not fit on {device.said}: {laid_out.lacking}; openrlhf-ext plan finds layouts that "
+        "fit"
+    )
     if not device.is_known:  # the run's own GPU may be larger than the assumed H100
         return Verdict(f"{starts}, but it {short}", tuple(details), True)
     return Verdict(f"would fail: it {short}", tuple(details), False)
@@ -555,8 +555,8 @@ def _places(config: RunConfig, what: str) -> Iterator[str]:
 
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
     yield (
-        f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing "
-        "was allocated:"
+        f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; calculated, "
+        "nothing was allocated:"
     )
     yield from (f"  {one.doing} {one.total / GIB:.1f}: {_shown(one)}" for one in laid_out.moments)
     if laid_out.policy.config.ds.optimizer_on_host:

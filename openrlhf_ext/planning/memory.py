@@ -443,10 +443,10 @@ REWARD = "reward model"
 """The name of the reward model among frozen models."""
 _WORKING = (
     "activations",
-    "fragments (estimate)",
-    "tokens on their way to experts and back (estimate)",
+    "fragmentation (estimate)",
+    "tokens sent to experts and back (estimate)",
     "head: workspace, hidden states and their gradient",
-    "Adam's states in passing (ds.adam_offload)",
+    "Adam's states in transit (ds.adam_offload)",
 )
 _FRAGMENTS = 0.1
 """Fraction of the activations that torch's allocator loses to fragmentation. An estimate."""
@@ -771,7 +771,7 @@ def host_memory(
             if config.has_reference and not config.ds.lora.enabled
             else 0,
             "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
-            "checkpoint on its way to disk": on_its_way,
+            "checkpoint being written": on_its_way,
         }
     )
 
@@ -787,8 +787,8 @@ def checkpoints(config: RunConfig, parameters: int, adapters: int) -> dict[str, 
     kept = ckpt.max_num if ckpt.saves else 0
     return _there(
         {
-            f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
-            f"{kept} in Hugging Face form": kept * parameters * size if ckpt.save_hf else 0,
-            "the final one in Hugging Face form": parameters * size,
+            f"{kept} resumable": 0 if ckpt.disable_ds else kept * resumable,
+            f"{kept} in Hugging Face format": kept * parameters * size if ckpt.save_hf else 0,
+            "the final one in Hugging Face format": parameters * size,
         }
     )

@@ -586,15 +586,15 @@ class Clock:
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed
         streamed = [
-            f"Adam's states pass between host memory and GPU at {a.network:.0%} of the bus's "
-            f"rate, both ways at a time, those of a node at no more than {NODE_MEMORY:g} GB/s "
-            "(assumed; update/stream_seconds tells a run's)"
+            f"Adam's states move between host memory and GPU at {a.network:.0%} of the bus's rate, "
+            f"in both directions at once, at most {NODE_MEMORY:g} GB/s per node (assumed; "
+            "update/stream_seconds measures a run's)"
         ]
         mixture = [
-            f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are "
-            f"dealt over ranks the fullest rank has {FULLEST_RANK:g} times the mean of the "
-            "tokens (assumed; moe/load_max tells a run's); each expert of a rank takes "
-            f"{EXPERT_US:g} microseconds of the host a layer's forward pass (assumed)"
+            f"matrix products of experts reach {EXPERTS_RATE:g} of that rate, and where experts "
+            f"are distributed over ranks the fullest rank has {FULLEST_RANK:g} times the mean "
+            "number of tokens (assumed; moe/load_max measures a run's); each expert of a rank "
+            f"takes {EXPERT_US:g} microseconds of host time in a layer's forward pass (assumed)"
         ]
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "
@@ -609,15 +609,15 @@ class Clock:
             f"collectives and copies {a.network:.0%} of theirs",
             *(mixture if self.shape.num_experts else []),
             *(streamed if self.on_host else []),
-            f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the "
-            f"host, and moves {a.traffic:g} bytes for each token and hidden entry beside its "
+            f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of host "
+            f"time, and moves {a.traffic:g} bytes per token and hidden entry besides its matrix "
             "products",
-            f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message "
-            f"{a.message_us:g}; the longest responses are finished in a batch of {a.tail:.0%}; "
-            f"no communication is hidden behind computation; {a.fixed_s:g} s a step for grading, "
+            f"a decoding step takes an extra {a.layer_us:g} microseconds per layer, a message "
+            f"{a.message_us:g}; the longest responses finish in a batch of {a.tail:.0%}; no "
+            f"communication is hidden behind computation; {a.fixed_s:g} s a step for grading, "
             "shaping and records",
-            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for "
-            f"each further engine, over gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes, measured on "
-            "two cores (weight_sync_cpu.json); on a GPU loading and summing are four passes of "
-            "its memory",
+            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for each "
+            f"further engine, over gloo {_GLOO_S_PER_GB:g} s per 10^9 bytes, measured on two "
+            "cores (weight_sync_cpu.json); on a GPU loading and summing are four passes over its "
+            "memory",
         ]

@@ -57,7 +57,9 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
     if config.eval.dataset is not None:
         held_out = _tokenized(config, config.eval.dataset, config.eval.split, None, tokenizer)
         if known := known_fraction(held_out, examples):
-            logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * known)
+            logger.warning(
+                "eval.dataset: %.1f %% of its examples are also in the training data", 100 * known
+            )
     return examples, held_out
 
 
@@ -163,7 +165,7 @@ def _say_what_is_left_out(
         )
     if cut := sum(example.cut for example in examples):
         how = (
-            "ends in the end token all the same"
+            "still ends in the end token"
             if data.cut_answers == "end"
             else "does not end in the end token"
         )
@@ -179,8 +181,8 @@ def _say_what_is_left_out(
         )
     if written := [example.added for example in examples if example.added]:
         logger.warning(
-            "%s: the chat template writes %r before the answer of %d of %d examples, which no "
-            "record says: it is not trained on; put it into the records if it should be",
+            "%s: the chat template writes %r before the answer of %d of %d examples, which is not "
+            "in the records: it is not trained on; add it to the records if it should be",
             paths,
             written[0],
             len(written),

@@ -128,9 +128,7 @@ def _shared_examples(
     if dist.get_rank() == 0:
         shutil.rmtree(folder)  # what is mapped stays readable
     if train is None:
-        raise CheckpointError(
-            f"rank {dist.get_rank()} does not see what rank 0 has written to {folder}"
-        )
+        raise CheckpointError(f"rank {dist.get_rank()} does not see what rank 0 wrote to {folder}")
     return train, held_out
 
 

@@ -133,9 +133,9 @@ class ExampleForm:
         before_n[len(text)] = len(ids)
         if self._text(ids) != whole:
             raise Refused(
-                "has a prompt whose tokens do not begin the example's tokens, and the tokenizer "
-                "writes another text for its parts: end the prompt, or begin the answer, with a "
-                "line end or a special token"
+                "has a prompt whose tokens are not a prefix of the example's tokens, and the "
+                "tokenizer decodes its parts to different text: end the prompt, or begin the "
+                "answer, with a line end or a special token"
             )
         return ids, before_n
 
@@ -155,15 +155,13 @@ class ExampleForm:
         turns = [i for i, m in enumerate(chat) if _is_trained(m) and (self.multiturn or i >= first)]
         if strange := [m["weight"] for m in chat if m.get("weight") not in (None, 0, 1)]:
             raise Refused(
-                f"has a message of weight {strange[0]!r}: only 0, context, and 1 are known"
+                f"has a message of weight {strange[0]!r}: only 0 (context) and 1 are supported"
             )
         template = self.tokenizer.get_chat_template()
         if _GENERATION.search(template):
             return *self._marked(chat, turns, template), ""
         if 0 in turns:
-            raise Refused(
-                "begins with a message of the assistant: put a user's message in front of it"
-            )
+            raise Refused("begins with a message of the assistant: put a user's message before it")
         text, spans, added = self._render(chat), [], ""
         for turn in turns:
             before, until = (
@@ -212,8 +210,8 @@ class ExampleForm:
         answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         if len(marked[0]) != len(answers):
             raise Refused(
-                f"has {len(answers)} messages of the assistant, of which the chat template marks "
-                f"{len(marked[0])} with {{% generation %}}: give a template that marks each once "
+                f"has {len(answers)} messages of the assistant, but the chat template marks "
+                f"{len(marked[0])} with {{% generation %}}: use a template that marks each once "
                 "(--data.tokenizer_chat_template)"
             )
         span_of = dict(zip(answers, marked[0], strict=True))
@@ -263,7 +261,7 @@ def _of_the_template() -> Iterator[None]:
         yield
     except Exception as error:  # templates raise what they like, and it is about the messages
         raise Refused(
-            f"is not taken by the chat template: {type(error).__name__}: {error}"
+            f"is rejected by the chat template: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -321,7 +319,7 @@ def _has(written: str, words: str) -> bool:
 def _dropped(words: str, turn: int, written: str) -> str:
     return (
         f"message {turn + 1}: the chat template does not write the assistant's words "
-        f"{words[:_SHOWN]!r}, but {written[:_SHOWN]!r}: give a template that does "
+        f"{words[:_SHOWN]!r}, but {written[:_SHOWN]!r}: use a template that does "
         "(--data.tokenizer_chat_template), or change the record"
     )
 
@@ -332,8 +330,8 @@ def _another(text: str, part: str, turn: int, what: str) -> str:
         min(len(text), len(part)),
     )
     return (
-        f"message {turn + 1}: the chat rendered {what} is no beginning of the rendered chat: "
-        f"behind {text[max(0, at - 20) : at]!r} stands {part[at : at + _SHOWN]!r}, in the whole "
-        f"chat {text[at : at + _SHOWN]!r}; give a template that writes both alike, or marks "
-        "answers with {% generation %} (--data.tokenizer_chat_template)"
+        f"message {turn + 1}: the chat rendered {what} is not a prefix of the whole rendered chat: "
+        f"{text[max(0, at - 20) : at]!r} is followed by {part[at : at + _SHOWN]!r}, but in the "
+        f"whole chat by {text[at : at + _SHOWN]!r}; use a template that renders both the same, or "
+        "marks answers with {% generation %} (--data.tokenizer_chat_template)"
     )

@@ -142,7 +142,7 @@ def refused_or_warned(config):
     method = preflight.option_findings(config)
     warned = [*config.warnings, *method.warnings, *preflight.unread_warnings(config)]
     known = (
-        "is taken for a hub name",
+        "is treated as a hub name",
         "version v2 gives some tokens of wrong completions",
         # one file is for methods with a pass for log-probs and without
         "rollout.micro_batch_size has no effect",

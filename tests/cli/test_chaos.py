@@ -74,7 +74,7 @@ def test_a_configuration_that_writes_elsewhere_is_refused_by_name(refused, tmp_p
     said = refused(str(tmp_path / "run.yaml"))
     assert (
         f"ckpt.output_dir ({tmp_path}/run.yaml:" in said
-        and "is /somewhere/else, outside of --output" in said
+        and "is /somewhere/else, outside --output" in said
     )
     assert "logger.metrics_path (command line) is /x/m.jsonl" in refused(
         "--logger.metrics_path", "/x/m.jsonl"
@@ -125,12 +125,10 @@ def test_a_yaml_is_the_run_wherever_it_stands_or_is_refused(refused, tmp_path, m
     config = given(tmp_path) | {"ckpt": {"output_dir": "/somewhere/else"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     said = refused("--minutes", "1", str(tmp_path / "run.yaml"))
-    assert f"{tmp_path}/run.yaml must be one file, before all options" in said
+    assert f"{tmp_path}/run.yaml must be a single file before all options" in said
     monkeypatch.setattr(chaos, "toy", lambda folder: pytest.fail("the YAML is the run"))
-    assert "is /somewhere/else, outside of --output" in refused(
-        "--config", str(tmp_path / "run.yaml")
-    )
-    assert "is /somewhere/else, outside of --output" in refused(f"--config={tmp_path / 'run.yaml'}")
+    assert "is /somewhere/else, outside --output" in refused("--config", str(tmp_path / "run.yaml"))
+    assert "is /somewhere/else, outside --output" in refused(f"--config={tmp_path / 'run.yaml'}")
 
 
 class Made:

@@ -42,8 +42,8 @@ def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path, family, w
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stderr == "", "libraries have no word"
     assert (
-        "bit for bit those of the files" in done.stdout
-        and "goes in and out unchanged" in done.stdout
+        "bit-identical to the files" in done.stdout
+        and "is loaded and exported unchanged" in done.stdout
     )
 
 
@@ -77,7 +77,7 @@ def test_bits_are_compared_not_values():
 @pytest.mark.parametrize(
     ("found", "code", "text"),
     [
-        ({}, 0, "goes in and out unchanged"),
+        ({}, 0, "is loaded and exported unchanged"),
         ({"different": ("model.norm.weight",)}, 1, "different: model.norm.weight"),
         ({"missing": ("lm_head.weight",)}, 1, "not exported: lm_head.weight"),
         ({"mean_logprob_difference": 0.01}, 1, "ABOVE the tolerance 0.0001"),

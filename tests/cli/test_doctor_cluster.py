@@ -56,7 +56,7 @@ def test_what_a_node_has_other_than_this_machine_is_named(own):
     (folder,) = own["files"]
     ((severity, node, text),) = findings(own, versions=own["versions"] | {"torch": "2.0.0"})
     assert (severity, node) == ("error", "n2") and text.startswith(
-        "torch is 2.0.0, the driver has 2."
+        "torch is 2.0.0, but the driver has 2."
     )
     ((_, _, text),) = findings(own, versions=own["versions"] | {"torch": None})
     assert text.startswith("torch is missing")
@@ -67,9 +67,9 @@ def test_what_a_node_has_other_than_this_machine_is_named(own):
     ((_, _, text),) = findings(own, files={folder: None})
     assert text == f"{folder} is not there, or cannot be read"
     ((_, _, text),) = findings(own, files={folder: [["model.safetensors", 1]]})
-    assert "not in their sizes" in text
-    ((_, _, text),) = findings(own, shared={folder: "is another folder than the driver's"})
-    assert text == f"{folder} is another folder than the driver's"
+    assert "has other sizes" in text
+    ((_, _, text),) = findings(own, shared={folder: "is a different folder than the driver's"})
+    assert text == f"{folder} is a different folder than the driver's"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_shared_folders_are_told_from_others_by_a_file(tmp_path):
     seen = look([], [], {**dict.fromkeys(folders, "token"), str(tmp_path / "other"): "token"})[
         "shared"
     ]
-    assert list(seen.values()) == ["", "is not there", "is another folder than the driver's"]
+    assert list(seen.values()) == ["", "is not there", "is a different folder than the driver's"]
 
 
 def test_files_are_compared_by_name_and_size(tmp_path: Path):

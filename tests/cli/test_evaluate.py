@@ -423,7 +423,7 @@ def test_two_commands_do_not_write_one_folder(
     says = f"--out: {tmp_path}/out is in use by pid {os.getpid()} on "
     assert (
         says in (told := capsys.readouterr().err)
-        and "wait until it has ended, or give another --out" in told
+        and "wait until it has ended, or use another --out" in told
     )
     assert not (tmp_path / "out/aime24.jsonl").exists()
 

@@ -39,6 +39,8 @@ def test_a_folder_without_a_ledger_is_refused(
 ) -> None:
     assert main(["ledger", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
-    assert "none/ledger.jsonl is no file" in said and "runs of earlier releases have none" in said
+    assert (
+        "none/ledger.jsonl is not a file" in said and "runs of earlier releases have none" in said
+    )
     os.mkfifo(tmp_path / "ledger.jsonl")
     assert main(["ledger", str(tmp_path)]) == 2, "it does not wait for somebody to write"

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_merged_checkpoint_is_pefts(folder, capsys):
     assert convert.main(["--merge", str(folder / "adapter"), "--to", str(folder / "whole")]) == 0
-    assert "the adapter in the weights" in capsys.readouterr().out
+    assert "with the adapter merged" in capsys.readouterr().out
     wanted = torch.load(folder / "merged.pt", weights_only=False)
     found = dict(
         AutoModelForCausalLM.from_pretrained(

@@ -77,7 +77,7 @@ def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
         "7,615,616,512 parameters, on 8 H100",
         "FLOPs per token",
         "assumptions",
-        "what binds:",
+        "bottleneck:",
         "KV cache",
     ):
         assert part in text
@@ -141,7 +141,7 @@ def test_a_mixtures_plan_says_over_how_many_ranks_experts_are_dealt(tmp_path, ca
 def test_a_share_that_leaves_no_room_is_named(capsys):
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--vllm.gpu_memory_utilization", "0.98"]) == 2
     error = capsys.readouterr().err
-    assert "what binds: the engines' share of a GPU (vllm.gpu_memory_utilization 0.98)" in error
+    assert "bottleneck: the engines' share of a GPU (vllm.gpu_memory_utilization 0.98)" in error
     assert "leave vllm.gpu_memory_utilization out" in error
 
 
@@ -203,7 +203,7 @@ def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
     )
     error = capsys.readouterr().err
     assert "nothing fits on 1 H100" in error and "optimizer is the largest part" in error
-    assert re.search(r"the fewest H100 that would do: \d+", error)
+    assert re.search(r"the fewest H100 that would fit it: \d+", error)
 
 
 SEVEN = ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B", "--algo.advantage.estimator", "grpo"]
@@ -321,10 +321,10 @@ def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
     error = capsys.readouterr().err
     assert (
         error.startswith("nothing fits on 4 A100-40 of 40.0 GiB")
-        and "10.3 GiB are missing" in error
+        and "memory is 10.3 GiB short" in error
     )
     found = levers(error)
-    assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
+    assert found["policy and engines on the same GPUs"] == "0.1 GiB short"
     assert found["adapters instead of all weights"].startswith("fits, ") and found[
         "8 A100-40"
     ].startswith("fits, ")
@@ -403,7 +403,7 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
             found[lora]["layouts"][0]["memory"]["sampling"]["buffers of the weight sync"]
             == 2 * size
         )
-    assert found["adapter"]["disk"]["the final one in Hugging Face form"] == 2 * sent, "in fp32"
+    assert found["adapter"]["disk"]["the final one in Hugging Face format"] == 2 * sent, "in fp32"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
         (["--gpu", "H1000"], "--gpu must be one of A100, A100-40, A800, "),
         (
             ["--gpu", "V100"],
-            "got V100; of another card give the nearest one, and its memory as megatron.gpu_mem",
+            "got V100; for another card, give the closest one, and its memory as megatron.gpu_mem",
         ),
         (["--actor.model_name_or_path", "org/name"], "configs/models"),
         (["--actor.no_such_option", "1"], "actor.no_such_option"),
@@ -443,7 +443,7 @@ def test_the_guides_commands_run(monkeypatch, capsys):
     text = (ROOT / "docs/scaling.md").read_text()
     commands = re.findall(r"^openrlhf-ext plan (.*)$", text, re.M)
     assert [plan.main(shlex.split(command)) for command in commands] == [0, 2]
-    assert "the fewest H100 that would do:" in capsys.readouterr().err
+    assert "the fewest H100 that would fit it:" in capsys.readouterr().err
 
 
 def test_published_steps_are_fitted_on_a_third_and_judged_by_the_rest(monkeypatch, capsys):
@@ -492,9 +492,7 @@ def test_every_published_row_names_its_source_and_what_it_does_not_tell():
 def test_a_plan_says_how_far_off_it_is(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--json", str(out)]) == 0
-    error = (
-        f"within a factor of {STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}"
-    )
+    error = f"within a factor of {STEP_ERROR.median:.2f}, the worst by {STEP_ERROR.worst:.2f}"
     said = capsys.readouterr().out
     assert error in said and f"of {STEP_ERROR.rows} steps of dense models" in said
     assert json.loads(out.read_text())["step_error"] == dataclasses.asdict(STEP_ERROR)

@@ -105,7 +105,7 @@ def reward_func(queries, prompts, labels):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([], "reward.remote_url raised in its trial"),
+        ([], "reward.remote_url raised an exception in its trial"),
         (
             ["--actor.model_name_or_path", "Qwen/Qwen3-4B-Base"],
             "actor.model_name_or_path Qwen/Qwen3-4B-Base, which",

@@ -128,14 +128,14 @@ def test_code_of_a_model_folder_is_said_not_to_run(run_dir: Path, problems, load
     ]
     for warnings in (load().warnings, load_supervised(words).warnings):
         (said,) = [each for each in warnings if "Python code" in each]
-        assert "model names Python code of its own (auto_map), which is not executed" in said
-        assert "where the tokenizer needs it" in said and "save it as tokenizer.json" in said
+        assert "model has its own Python code (auto_map), which is not executed" in said
+        assert "where the tokenizer needs the code" in said and "save it as tokenizer.json" in said
     (run_dir / "model/tokenizer.json").unlink()
     (run_dir / "model/vocab.json").touch()
     (message,) = problems()
     assert (
-        "has a tokenizer that is Python code of its own, which is not executed; if you trust "
-        "it, save" in message
+        "has a tokenizer with its own Python code, which is not executed; if you trust it, save"
+        in message
     )
 
 
@@ -171,9 +171,9 @@ def test_every_record_of_a_jsonl_file_is_looked_at(run_dir: Path, problems):
         "line 42 has no 'question', line 43 has an empty 'question', line 44 cannot be read: "
         in message
     )
-    assert "line 45 holds a list" in message and "mend or remove" in message
+    assert "line 45 holds a list" in message and "fix or remove" in message
     path.write_text(good + "{}\n" * 7)
-    assert "line 45 has no 'question', ...; mend" in problems()[0]
+    assert "line 45 has no 'question', ...; fix" in problems()[0]
     path.write_text(good + "\n\n")
     assert problems() == []
 
@@ -370,7 +370,7 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
         ("--eval.split", "test", "--eval.dataset", "train.jsonl"),
     ):
         (message,) = problems(*words)
-        assert "train.jsonl is a file, which has one split, train: got 'test'" in message
+        assert "train.jsonl is a file, which has only the split train: got 'test'" in message
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_reward_sources(run_dir: Path, problems):
     assert "a source of rewards is required" in problems("--reward.remote_url", "null")[0]
     (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
     assert problems("--reward.remote_url", "null", "--train.agent_func_path", "agent.py") == []
-    assert "exclude each other" in problems("--train.agent_func_path", "agent.py")[0]
+    assert "cannot be used together" in problems("--train.agent_func_path", "agent.py")[0]
     (message,) = problems("--reward.remote_url", "null", "--train.agent_func_path", "reward.py")
     assert "must define AgentExecutor" in message
 
@@ -652,6 +652,8 @@ def test_a_disk_without_room_is_found_before_the_run(weights, problems, monkeypa
     assert problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16") == []
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 5_999))
     (message,) = problems("--megatron.param_dtype", "bf16")
-    assert message.startswith("the final weights take about 6.0 kB, the disk of ckpt.output_dir")
+    assert message.startswith(
+        "the final weights take about 6.0 kB, but the disk of ckpt.output_dir"
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 6_000))
     assert problems("--megatron.param_dtype", "bf16") == []

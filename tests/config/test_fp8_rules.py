@@ -172,7 +172,7 @@ def test_blocks_that_sequence_parallelism_gathers_are_whole(problems, run_dir):
 )
 def test_options_of_another_recipe_are_refused(problems, leaf, value, recipe):
     (message,) = problems(*FP8, "--fp8.recipe", recipe, f"--fp8.{leaf}", value)
-    assert message.startswith(f"fp8.{leaf} is an option of fp8.recipe ")
+    assert message.startswith(f"fp8.{leaf} applies only to fp8.recipe ")
     assert f"got {value} and fp8.recipe {recipe}" in message
 
 
@@ -218,7 +218,7 @@ def test_a_scale_of_a_whole_tensor_makes_noise(load):
         (warning,) = load(*FP8, "--fp8.recipe", name).warnings
         assert (
             f"fp8.recipe {name}: " in warning
-            and "a log-prob depends on what shares its pack" in warning
+            and "a log-prob depends on the other sequences in its pack" in warning
         )
 
 

@@ -78,7 +78,7 @@ def test_all_faults_are_in_one_report(problems):
     )
     text = "\n".join(found)
     assert "eval.top_p: expected number > 0 and <= 1, or NAME=VALUE,... by set, got a=2" in text
-    assert "eval.dataset must give each name once: got a twice" in text
+    assert "eval.dataset must use each name only once: got a twice" in text
     assert "eval.temperature must name sets of eval.dataset (a" in text and "got b in b=1" in text
     assert "absent.jsonl does not exist" in text and "nowhere.py" in text
 
@@ -121,4 +121,7 @@ def test_the_best_checkpoint_may_be_that_of_a_set_or_of_training(load, problems)
     )
     streams = (*TWO, "--train.max_staleness", "1", "--eval.async_enable")
     assert load(*streams).eval.async_enable
-    assert "exclude each other" in problems(*streams, "--ckpt.best_metric_key", "eval/accuracy")[0]
+    assert (
+        "cannot be used together"
+        in problems(*streams, "--ckpt.best_metric_key", "eval/accuracy")[0]
+    )

@@ -189,13 +189,13 @@ def test_a_wrong_value_is_reported_where_it_stands(problems):
 )
 def test_an_empty_path_is_not_the_current_directory(problems, option):
     assert problems(f"--{option}", "") == [
-        f"{option} must not be or hold an empty path: got '' (command line); leave it out"
+        f"{option} must not be or contain an empty path: got '' (command line); leave it out"
     ]
 
 
 def test_none_of_several_paths_is_empty_and_a_value_that_was_replaced_does_not_count(problems):
     (message,) = problems("--data.prompt_dataset", "train.jsonl,")
-    assert message.startswith("data.prompt_dataset must not be or hold an empty path: got")
+    assert message.startswith("data.prompt_dataset must not be or contain an empty path: got")
     assert problems("--data.prompt_dataset", "", "--data.prompt_dataset", "train.jsonl") == []
 
 
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_read_are_violations(run_dir: Path, problems):
     assert "absent.yaml" in absent and "readable file" in absent
     assert "broken.yaml:2 is not valid YAML" in broken and "indent with spaces" in broken
     assert "list.yaml must hold a mapping" in not_a_map and "got a list" in not_a_map
-    assert twice == "train.seed stands twice in twice.yaml: lines 1 and 3; keep one"
+    assert twice == "train.seed is set twice in twice.yaml: lines 1 and 3; keep one"
 
 
 def test_lists_and_texts_in_each_others_place_are_violations(run_dir: Path, problems):
@@ -396,7 +396,7 @@ def test_an_option_without_its_dashes_is_no_file(run_dir: Path):
         violation.message for violation in error.value.violations if "--config" in violation.message
     ]
     assert said == [
-        "options start with --: got 'actor.adam.lr' behind --config; did you mean --actor.adam.lr?"
+        "options start with --: got 'actor.adam.lr' after --config; did you mean --actor.adam.lr?"
     ]
 
 
@@ -429,22 +429,22 @@ BOMB = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     [
         (
             "train.seed: !!int abc\n",
-            "run.yaml:1 is not valid YAML: 'abc' is no int of a configuration (column 13)",
+            "run.yaml:1 is not valid YAML: 'abc' is not a valid int (column 13)",
         ),
-        ("train.seed: !!bool [1]\n", "the tag bool is not known here"),
+        ("train.seed: !!bool [1]\n", "the tag bool is not supported"),
         (
             "a: !!python/object/apply:os.getcwd []\n",
-            "the tag python/object/apply:os.getcwd is not known here",
+            "the tag python/object/apply:os.getcwd is not supported",
         ),
-        ("a: !!timestamp 2020-01-01\n", "'2020-01-01' is no timestamp of a configuration"),
+        ("a: !!timestamp 2020-01-01\n", "'2020-01-01' is not a valid timestamp"),
         (
             "train: &a\n  seed: *a\n",
-            "run.yaml:2 is not valid YAML: the alias *a has no anchor that ends before",
+            "run.yaml:2 is not valid YAML: the alias *a has no complete anchor before it",
         ),
         ("a: " + "[" * 2000 + "\n", "nested deeper than 20 levels"),
         (BOMB, "more than 20000 values, aliases included"),
-        ("? [1]\n: 2\n", "a name must be a text"),
-        ('a: "\\ud800"\n', "is no str of a configuration"),
+        ("? [1]\n: 2\n", "a name must be text"),
+        ('a: "\\ud800"\n', "is not a valid str"),
         ("x" * (1 << 21), "is too large: it must have at most 1048576 bytes"),
         (b"a: \xff\n", "is not UTF-8 text"),
     ],
@@ -481,7 +481,7 @@ def test_a_path_that_the_system_cannot_look_up_is_said_with_its_option(
 ):
     (run_dir / "loop").symlink_to("loop")
     (message,) = problems(f"--{option}", name)
-    assert message.startswith(f"{option} must not be or hold a path that cannot be looked up (")
+    assert message.startswith(f"{option} must not be or contain a path that cannot be looked up (")
     assert any("must name a readable file" in m for m in problems("--config", name))
 
 

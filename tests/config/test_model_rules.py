@@ -82,7 +82,7 @@ def test_experts_can_be_cut(mixture):
     )
     (message,) = found(mixture, **TP2, expert_tensor_parallel_size=1)
     assert (
-        "by megatron.tensor_parallel_size alone, here 2: got megatron.expert_tensor_parallel_size 1"
+        "by megatron.tensor_parallel_size only, here 2: got megatron.expert_tensor_parallel_size 1"
         in message
     )
     (message,) = found(mixture, context_parallel_size=2, pipeline_parallel_size=2)
@@ -91,7 +91,7 @@ def test_experts_can_be_cut(mixture):
         in message
     )
     (message,) = found(mixture, tensor_parallel_size=2)
-    assert message.endswith("above 1: got 2 without; add megatron.sequence_parallel_enable")
+    assert message.endswith("above 1: got 2 without it; add megatron.sequence_parallel_enable")
 
 
 EP2 = ("--megatron.expert_parallel_size", "2")
@@ -100,7 +100,7 @@ EP2 = ("--megatron.expert_parallel_size", "2")
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
-        ("qwen2", EP2, "megatron.expert_parallel_size is of mixtures of experts"),
+        ("qwen2", EP2, "megatron.expert_parallel_size applies only to mixtures of experts"),
         (
             "qwen2",
             ("--megatron.recompute", "selective", "--megatron.recompute_modules", "moe"),
@@ -109,12 +109,12 @@ EP2 = ("--megatron.expert_parallel_size", "2")
         (
             "qwen2",
             ("--actor.aux_loss_coef", "0.1"),
-            "actor.aux_loss_coef is of mixtures of experts",
+            "actor.aux_loss_coef applies only to mixtures of experts",
         ),
         (
             "qwen2",
             ("--train.routing_replay", "policy"),
-            "train.routing_replay is of mixtures of experts",
+            "train.routing_replay applies only to mixtures of experts",
         ),
         ("qwen3_moe", ("--train.routing_replay", "policy", "--actor.aux_loss_coef", "0.1"), ""),
         (
@@ -125,7 +125,7 @@ EP2 = ("--megatron.expert_parallel_size", "2")
         (
             "qwen3_moe",
             ("--fp8.rollout_enable",),
-            "fp8.rollout_enable is not built for mixtures of experts",
+            "fp8.rollout_enable is not supported for mixtures of experts",
         ),
         ("qwen3_moe", ("--vllm.tensor_parallel_size", "4", "--actor.num_gpus_per_node", "4"), ""),
         (
@@ -198,11 +198,11 @@ def test_stages_with_layers_of_their_own_leave_the_others_alike(shape):
     assert problems(**{last: 4}) == problems(**{first: 6, last: 6}) == problems(**{first: 4}) == []
     (message,) = problems(**{last: 5})
     assert message == (
-        "megatron.decoder_last_pipeline_num_layers must leave the other stages equally many "
+        "megatron.decoder_last_pipeline_num_layers must leave the other stages an equal number of "
         "layers, at least one each: got megatron.decoder_last_pipeline_num_layers 5 with "
-        "megatron.pipeline_parallel_size 4, of the model of actor.model_name_or_path 23 of 28 "
-        "layers are left for 3 of 4 stages; use a megatron.decoder_last_pipeline_num_layers of "
-        "1 or 4 or 7"
+        "megatron.pipeline_parallel_size 4; of the model of actor.model_name_or_path, 23 of 28 "
+        "layers are left for 3 of 4 stages; use a megatron.decoder_last_pipeline_num_layers of 1 "
+        "or 4 or 7"
     )
     (message,) = problems(**{first: 20, last: 15, "pipeline_parallel_size": 2})
     assert (
@@ -291,7 +291,7 @@ def test_how_the_guide_samples_without_a_guide(load):
 
 def test_a_batch_of_failures_needs_a_guide(problems):
     (message,) = problems(*MIXED, "--algo.mixed_policy_dapo.zero_batch", "true")
-    assert "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy" in message
+    assert "algo.mixed_policy_dapo.zero_batch needs log-probs of a guide" in message
     assert "set guide.model_name_or_path" in message
     assert problems(*MIXED, "--algo.mixed_policy_dapo.zero_batch", "false") == []
     assert problems(*GUIDE, "--algo.mixed_policy_dapo.zero_batch", "true") == []
@@ -307,7 +307,7 @@ def test_the_policy_has_a_part_in_every_group(problems):
 
 def test_shared_gpus_and_ranks_that_hold_no_whole_copy(problems):
     (message,) = problems(*GUIDE, "--train.colocate_all", "--vllm.num_engines", "2")
-    assert "guide.model_name_or_path and train.colocate_all exclude each other" in message
+    assert "guide.model_name_or_path and train.colocate_all cannot be used together" in message
     tp2 = ("--megatron.tensor_parallel_size", "2")
     (message,) = problems(*GUIDE, *tp2, "--guide.num_gpus_per_node", "3")
     assert "multiple of the ranks of one copy of the policy" in message and "got 3 and 2" in message
@@ -331,7 +331,7 @@ def test_a_tokenizer_that_cannot_be_read_is_said_with_its_file(problems, run_dir
     ("tokenizer", "difference"),
     [
         (renamed(TOKENIZER, merges=[["a", "b"]]), None),  # another form of the same
-        (renamed(TOKENIZER, merges=[]), "the same tokens and other merges"),
+        (renamed(TOKENIZER, merges=[]), "the same tokens but different merges"),
         (
             renamed(TOKENIZER, vocab={"a": 1, "b": 0, "ab": 2}),
             "2 token ids mean different tokens, id 0 is 'b' and 'a'",
@@ -398,7 +398,7 @@ def test_the_placement_and_the_printed_configuration(load: Callable[..., Any], t
     table = placement_table(load(*GUIDE, "--guide.num_engines", "2"))
     assert "guide: in the host memory of the policy's ranks, from " in table
     assert "rollout of the guide: 2 vLLM engines x tp 1" in table
-    assert "1 responses to a prompt, the policy's engines make 3" in table
+    assert "1 responses per prompt, the policy's engines sample 3" in table
     assert "guide" not in placement_table(load(*MIXED))
     for words, ranks in (([], 0), (["--guide.num_gpus_per_node", "8"], 8)):
         config = load(*GUIDE, *words)
@@ -428,7 +428,7 @@ def test_a_reward_model_is_there_only_without_another_source_of_rewards(load, ru
     assert (config.has_reward_model, config.reward_ranks, config.training_ranks) == (True, 2, 6)
     assert config.critic_model.endswith("/rm") and config.warnings == ()
     assert (
-        "reward model: 2 ranks, laid out as the policy, on GPUs of their own, from "
+        "reward model: 2 ranks, in the policy's layout, on their own GPUs, from "
         in placement_table(config)
     )
     beside = load(*REWARD[2:], *GAE)
@@ -466,7 +466,7 @@ def test_a_reward_model_is_there_only_without_another_source_of_rewards(load, ru
         ),
         (
             ("--reward.num_gpus_per_node", "4", "--train.colocate_all", "--vllm.num_engines", "2"),
-            "whose GPUs the reward model shares: got 4 and 2",
+            "because the reward model shares the policy's GPUs: got 4 and 2",
         ),
         (
             ("--algo.dynamic_filtering_enable",),
@@ -527,13 +527,13 @@ def test_what_normalizing_changes(load, run_dir):
     write_model(run_dir / "rm")
     (said,) = load(*REWARD, "--reward.normalize_enable").warnings
     assert said.endswith(
-        "changes nothing for reward.model_name_or_path, whose config.json has no mean and std"
+        "has no effect on reward.model_name_or_path, because its config.json has no mean and std"
     )
     write_model(run_dir / "rm", mean=0.5, std=2)
     assert load(*REWARD, "--reward.normalize_enable").warnings == ()
     write_model(run_dir / "own")
     own = ("--critic.model_name_or_path", "own", "--reward.normalize_enable")
     (critic,) = load(*REWARD, *GAE, *own).warnings
-    assert "changes nothing for critic.model_name_or_path" in critic
+    assert "has no effect on critic.model_name_or_path" in critic
     (policy,) = load(*GAE, "--reward.normalize_enable").warnings
-    assert "changes nothing for actor.model_name_or_path" in policy
+    assert "has no effect on actor.model_name_or_path" in policy

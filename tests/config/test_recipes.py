@@ -119,7 +119,7 @@ def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: P
         and "fit" not in first
     )
     assert others[-1] == first, "the verdict stands at the end too"
-    screen = others[: others.index("the configuration as it was resolved:")]
+    screen = others[: others.index("the resolved configuration:")]
     assert (
         any(line.startswith("memory of the fullest GPU") for line in screen[:3])
         and len(screen) <= 50
@@ -135,9 +135,9 @@ def test_a_dry_run_says_what_does_not_fit(capsys):
     assert train_ppo_ray.main([*recipe, *large, "--actor.model_name_or_path", model]) == 0
     out = capsys.readouterr().out
     assert re.match(
-        r"would start, once .*, but it does not fit on an H100 .*: memory while training: [\d.]+ "
-        r"GiB are missing, "
-        r"and activations is the largest part; openrlhf-ext plan finds what does\n",
+        r"would start, once .*, but it does not fit on an H100 .*: memory is [\d.]+ GiB short "
+        r"while training, and activations is the largest part; openrlhf-ext plan finds layouts "
+        r"that fit\n",
         out,
     )
 

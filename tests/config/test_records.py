@@ -66,7 +66,7 @@ def test_files_of_another_form_in_a_folder_are_said_not_to_be_read(
     )
     (tmp_path / "data/dataset_infos.json").write_text("{}")
     assert labels(tmp_path / "data") == ["2"]
-    said = f"{tmp_path}/data: its parquet files are read, and no file of another form: part1.jsonl"
+    said = f"{tmp_path}/data: only its parquet files are read, not other formats: part1.jsonl"
     assert caplog.messages.count(said) == 1
 
 
@@ -104,7 +104,7 @@ def test_what_a_chat_does_not_read_is_said_or_refused(
     said = f"{path}: the key 'tools' is not read: put the tools into a system message"
     assert caplog.messages.count(said) == 1
     fault = record_fault({"q": json.dumps(chat), "a": "2"}, chats)
-    assert fault is not None and "a list of messages under 'q' that is written as one text" in fault
+    assert fault is not None and "a list of messages under 'q' that is written as text" in fault
     for text in ("[1, 2] is a list", "[1, 2]", '[{"role": 1}]', json.dumps(chat)):
         assert (
             record_fault({"q": text, "a": "2"}, Wanted("q", "a", chat=text != json.dumps(chat)))
@@ -115,7 +115,9 @@ def test_what_a_chat_does_not_read_is_said_or_refused(
 @pytest.mark.parametrize("name", ["a.tsv", "a.jsonl.gz"])
 def test_forms_that_are_not_read_are_named(tmp_path: Path, name: str):
     (tmp_path / name).write_text("q\ta\n")
-    with pytest.raises(InputError, match=rf"{name}: \.\w+ is not read: write it as \.jsonl"):
+    with pytest.raises(
+        InputError, match=rf"{name}: \.\w+ files are not supported: convert it to \.jsonl"
+    ):
         [*records_of(str(tmp_path / name))]
 
 
@@ -132,7 +134,7 @@ def test_labels_that_no_grader_can_be_sent_are_refused(label, said):
     fault = record_fault({"q": "1", "a": label}, Wanted("q", "a"))
     assert (
         fault is not None
-        and f"has {said} under 'a' that JSON cannot hold" in fault
+        and f"has {said} under 'a' that JSON cannot represent" in fault
         and "write it as" in fault
     )
 
@@ -154,7 +156,7 @@ def test_an_at_belongs_to_a_folder_of_a_folder(tmp_path: Path):
     lines(tmp_path / "data/inner/train.jsonl", VALUES)
     assert labels(f"{tmp_path}/data@inner") == VALUES
     file = lines(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(InputError, match=r"a.jsonl@0.5: only a folder or a hub name takes an @"):
+    with pytest.raises(InputError, match=r"a.jsonl@0.5: only a folder or a hub name can have an @"):
         labels(f"{file}@0.5")
 
 
@@ -190,6 +192,6 @@ def test_shares_interleave_as_openrlhfs_reader_does(tmp_path: Path):
 
 def test_sources_are_named_in_faults(tmp_path: Path):
     lines(tmp_path / "a.jsonl", ["x", None])
-    with pytest.raises(InputError, match=r"a.jsonl, line 2 has an empty 'a'; mend or remove it"):
+    with pytest.raises(InputError, match=r"a.jsonl, line 2 has an empty 'a'; fix or remove it"):
         labels(tmp_path / "a.jsonl")
     assert open_source(DatasetRef(str(tmp_path / "a.jsonl"), None), None).files

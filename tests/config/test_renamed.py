@@ -79,11 +79,11 @@ def test_lengths_of_0_10_1_mean_what_they_meant(load, problems):
         "max_new_tokens; they are read as data.max_len 300, rollout.max_new_tokens 77"
         in config.warnings[0]
     )
-    assert config.sources["rollout.max_new_tokens"].endswith("in its earlier name")
+    assert config.sources["rollout.max_new_tokens"].endswith("under its earlier name")
     (wrong,) = problems("--max_new_tokens", "many")
     assert (
         wrong.startswith("rollout.max_new_tokens: expected integer")
-        and "in its earlier name" in wrong
+        and "under its earlier name" in wrong
     )
 
 
@@ -177,7 +177,7 @@ def test_what_an_earlier_release_asks_for_is_judged_as_todays_is(problems):
     (wrong,) = problems("--micro_train_batch_size", "many")
     assert (
         wrong.startswith("train.micro_batch_size: expected integer")
-        and "in its earlier name" in wrong
+        and "under its earlier name" in wrong
     )
 
 

@@ -26,7 +26,8 @@ def made(options: dict[str, Any]) -> RunConfig:
 def test_every_data_parallel_rank_has_a_sample_of_an_update(problems):
     (message,) = problems("--actor.num_nodes", "9", "--actor.num_gpus_per_node", "8")
     assert message.startswith(
-        "the policy has 72 data-parallel ranks, and an update 32 samples (train.batch_size)"
+        "the policy has 72 data-parallel ranks, but an update has only 32 samples "
+        "(train.batch_size)"
     )
     assert problems("--actor.num_nodes", "4", "--actor.num_gpus_per_node", "8") == []
 
@@ -66,7 +67,7 @@ def test_adams_states_in_host_memory_are_those_of_the_distributed_optimizer(prob
     (message,) = problems(*offload, "--megatron.distributed_optimizer_enable", "false")
     assert message == (
         "ds.adam_offload needs megatron.distributed_optimizer_enable, which is the default: got "
-        "false; leave one of the two out"
+        "false; leave one of them out"
     )
     adapted = load(*offload, "--ds.lora.rank", "4")
     assert not adapted.ds.optimizer_on_host and load(*offload).ds.optimizer_on_host
@@ -142,7 +143,7 @@ def test_a_sequence_longer_than_the_budget_is_a_micro_batch_of_its_own(load):
     )
     (line,) = load(*dynamic, "--train.max_tokens_per_gpu", "255").warnings
     assert (
-        "below data.max_len (255 * 1 < 256 tokens): a longer sequence is a micro-batch of its own"
+        "below data.max_len (255 * 1 < 256 tokens): a longer sequence gets its own micro-batch"
         in line
     )
     (line,) = load(*dynamic, "--rollout.max_tokens_per_gpu", "100").warnings
@@ -195,8 +196,8 @@ def test_a_stretched_window_bounds_sequences_and_its_factor_forbids_the_fused_ro
     ]
     (message,) = (found for found in problems(*critic) if "rope_fusion" in found)
     assert message == (
-        "megatron.rope_fusion leaves out the factor of cosines and sines, which is 1.13863 for "
-        "the model of critic.model_name_or_path (rope_type yarn): leave megatron.rope_fusion out"
+        "megatron.rope_fusion ignores the factor of cosines and sines, which is 1.13863 for the "
+        "model of critic.model_name_or_path (rope_type yarn): leave megatron.rope_fusion out"
     )
     (run_dir / "model/config.json").write_text(stretched)
     assert problems("--data.max_len", "512") == []
@@ -273,7 +274,7 @@ def test_graphs_are_captured_for_some_requests_or_switched_off(problems):
     )
     (message,) = problems("--vllm.max_cudagraph_capture_size", "1024", "--vllm.enforce_eager")
     assert (
-        "vllm.max_cudagraph_capture_size is 1024, and vllm.enforce_eager switches CUDA graphs off"
+        "vllm.max_cudagraph_capture_size is 1024, but vllm.enforce_eager switches CUDA graphs off"
         in message
     )
 
@@ -316,7 +317,7 @@ def test_the_weight_transport_fits_where_the_engines_are(problems, load):
     (both,) = problems("--vllm.sync_backend", "nccl", "--train.full_determinism_enable")
     assert "one channel and one thread" in both and "use auto or gloo" in both
     assert problems("--train.full_determinism_enable") == []
-    assert "engines on others" in problems("--vllm.sync_backend", "cuda_ipc")[0]
+    assert "engines on other GPUs" in problems("--vllm.sync_backend", "cuda_ipc")[0]
 
 
 def test_the_filter_range_is_not_empty(problems):
@@ -596,7 +597,7 @@ def test_engines_that_can_be_done_without_are_some_of_the_policys_own(load, prob
     assert "vllm.min_engines" in problems(*TWO_ENGINES, "--vllm.min_engines", "0")[0]
     (message,) = problems(*fewer, *COLOCATED)
     assert message.startswith(
-        "vllm.min_engines must be vllm.num_engines with train.colocate_all, a policy rank would"
+        "vllm.min_engines must be vllm.num_engines with train.colocate_all, because losing"
     )
     guide = (
         "--algo.advantage.estimator",
@@ -605,7 +606,7 @@ def test_engines_that_can_be_done_without_are_some_of_the_policys_own(load, prob
         "model",
     )
     (message,) = problems(*fewer, *guide)
-    assert "with guide.model_name_or_path, every group needs the guide's engines too" in message
+    assert "with guide.model_name_or_path, because every group needs all of the guide's" in message
 
 
 def test_a_run_that_its_corridor_ends_is_not_started_again(problems):
@@ -667,7 +668,7 @@ def test_engines_of_an_asynchronous_run_have_gpus_of_their_own(load, problems):
     for streams in (["--train.async_enable"], ["--train.max_staleness", "1"]):
         config = load(*streams, *COLOCATED, "--vllm.num_engines", "3", *GAE)
         assert config.warnings[0].startswith(
-            "train.colocate_all with rollouts beside training: the engines get GPUs"
+            "train.colocate_all with rollouts during training: the engines get their own GPUs"
         )
         assert [warning.split()[0] for warning in config.warnings[1:3]] == [
             "ds.enable_sleep",
@@ -675,7 +676,7 @@ def test_engines_of_an_asynchronous_run_have_gpus_of_their_own(load, problems):
         ]
         assert not config.engines_share_gpus and config.gpu_memory_utilization == 0.95
         shown = placement_table(config)
-        assert "on GPUs of the policy" in shown and "on GPUs of their own" in shown
+        assert "on GPUs of the policy" in shown and "on their own GPUs" in shown
     assert load(*COLOCATED, *TWO_ENGINES, "--train.max_staleness", "0").engines_share_gpus
 
 
@@ -697,7 +698,7 @@ def test_openrlhfs_names_come_to_a_number_of_versions_that_a_token_may_lag(load,
         "--train.async_queue_size",
         "3",
     )
-    assert "two names of one number, got 2 and 3" in problems(*two_names)[0]
+    assert "two names for one number: got 2 and 3" in problems(*two_names)[0]
     assert (
         "train.max_staleness 0 forbids"
         in problems("--train.async_enable", "--train.max_staleness", "0")[0]
@@ -782,7 +783,7 @@ def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
     table = placement_table(load(*COLOCATED, *TWO_ENGINES))
     assert "2 vLLM engines x tp 1, bf16, on the GPUs of these policy ranks\n" in table
     assert "  engine 0: rank 0\n  engine 1: rank 1\n" in table
-    assert "GPUs of their own, placed by Ray" in placement_table(load())
+    assert "their own GPUs, placed by Ray" in placement_table(load())
 
 
 # ---- critic, reference and KL penalty
@@ -924,7 +925,7 @@ def test_the_critics_model(problems, run_dir):
 
     assert with_model() == []
     (message,) = problems(*GAE, "--critic.megatron.expert_parallel_size", "2")
-    assert "critic.megatron.expert_parallel_size is of mixtures of experts" in message
+    assert "critic.megatron.expert_parallel_size applies only to mixtures of experts" in message
     assert (
         "must know the tokens of the policy: its vocabulary has 50" in with_model(vocab_size=50)[0]
     )
@@ -973,7 +974,7 @@ def test_the_gradient_of_a_penalty_in_the_loss(load, problems):
     assert (
         algorithm_options(unbiased)[1]["kl"]["unbiased_gradient"] is True and not unbiased.warnings
     )
-    assert any("gradient of k1 is 0 in the mean" in warning for warning in load(*KL).warnings)
+    assert any("expected gradient of k1 is 0" in warning for warning in load(*KL).warnings)
     assert not any("k1" in warning for warning in load(*KL, "--algo.kl.estimator", "k3").warnings)
 
 
@@ -1001,7 +1002,7 @@ def test_a_colocated_critic_shares_the_gpus_of_the_policy(problems):
     colocated = ["--train.colocate_all", "--vllm.num_engines", "2"]
     assert problems(*GAE, *colocated, "--critic.num_gpus_per_node", "2") == []
     (message,) = problems(*GAE, *colocated, "--critic.num_gpus_per_node", "4")
-    assert "whose GPUs the critic shares: got 4 and 2" in message
+    assert "because the critic shares the policy's GPUs: got 4 and 2" in message
 
 
 def test_the_placement_shows_where_critic_and_reference_are(load):

@@ -182,7 +182,7 @@ def test_an_option_that_no_command_supports_is_not_called_one_of_another_command
     )
     (found,) = faults([*words, "--train.rollback_on", "nan"])
     assert found.startswith(
-        "unknown option train.rollback_on (command line); train_ppo_ray has it"
+        "unknown option train.rollback_on (command line); train_ppo_ray has this option"
     ), found
 
 
@@ -217,10 +217,10 @@ def test_all_faults_in_one_report(words, tmp_path):
     assert "unknown option model.lora" in text
     assert "unknown option adam.learning_rate (command line); did you mean adam.lr?" in found
     assert (
-        "unknown option ckpt.async_enable (command line); train_ppo_ray has it, this command "
-        "does not" in text
+        "unknown option ckpt.async_enable (command line); train_ppo_ray has this option, but this "
+        "command does not" in text
     )
-    assert "adapters beside FP8 layers are not built: got fp8.enable" in text
+    assert "adapters with FP8 layers are not supported: got fp8.enable" in text
     assert "ds.load_in_4bit is not supported" in text and "optim is not supported" in text
     assert (
         "must divide the model's attention heads: got 3, the model of model.model_name_or_path has"
@@ -229,8 +229,10 @@ def test_all_faults_in_one_report(words, tmp_path):
     assert "model.num_gpus_per_node must be a multiple of megatron.tensor_parallel_size" in text
     assert "under 'a'; both must be texts" in text
     assert "data.multiturn needs data.apply_chat_template" in text
-    assert "data.multiturn reads whole chats of data.input_key: leave data.output_key a out" in text
-    assert "fp8.rollout_enable is about rollout engines" in text
+    assert (
+        "data.multiturn reads whole chats from data.input_key: leave data.output_key a out" in text
+    )
+    assert "fp8.rollout_enable is for rollout engines" in text
     assert "actor." not in text and "prompt_dataset" not in text and "critic" not in text, (
         "names of another command"
     )
@@ -239,7 +241,7 @@ def test_all_faults_in_one_report(words, tmp_path):
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        ({"q": [{"role": "user", "content": "1+1?"}]}, "of which the last is the assistant's"),
+        ({"q": [{"role": "user", "content": "1+1?"}]}, "the last one from the assistant"),
         ({"q": "1+1?"}, "has no chat under 'q'"),
     ],
 )

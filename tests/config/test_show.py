@@ -105,7 +105,7 @@ def test_the_table_places_every_rank_and_engine(load):
         "120-127    15   0-7   0   0   0  120-127     0-3\n  ... and so on, up to rank 159" in wide
     )
     assert "16 prompts x 4 responses = 64 samples" in text
-    assert "2 optimizer steps of 32 samples, dealt to 2 data-parallel ranks by length" in text
+    assert "2 optimizer steps of 32 samples, distributed to 2 data-parallel ranks by length" in text
     assert "micro-batches of at most 1 samples, 16 or more on a rank" in text
 
 

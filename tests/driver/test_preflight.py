@@ -58,7 +58,11 @@ def problems(task: Task, *words: str) -> list[str]:
             None,
         ),
         ("gspo", None, r"only in the reward: .*use_loss true; leave out algo\.kl\.use_loss"),
-        ("grpo_s", r"nowhere: .*; set algo\.kl\.init_coef 0", "nowhere"),
+        (
+            "grpo_s",
+            r"does not support a KL penalty: .*; set algo\.kl\.init_coef 0",
+            "does not support",
+        ),
     ],
 )
 def test_a_kl_penalty_acts_where_the_estimator_defines_one(task, estimator, in_reward, in_loss):
@@ -81,9 +85,7 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     (missing,) = problems(task, *custom)
     assert missing.startswith("algo.module_path is required with algo.advantage.estimator custom")
     custom += ["--algo.module_path", str(file)]
-    assert problems(task, *custom) == [
-        f"algo.module_path must be a .py file that is there: got {file}"
-    ]
+    assert problems(task, *custom) == [f"algo.module_path must be an existing .py file: got {file}"]
     file.write_text("raise KeyError('x')")
     assert problems(task, *custom) == [
         f'algo.module_path: {file} cannot be imported:\n  File "{file}", line 1, in <module>\n'
@@ -133,7 +135,7 @@ def test_violations_of_every_kind_are_in_one_report(task):
         "algo.clip_cov.cov_ratio: expected number >= 0 and <= 1, got -1 (command line)",
         "algo.clip_cov.cov_lb: expected",
         "algo.clip_cov: unknown option 'foo'",
-        "algo.advantage.estimator clip_cov takes a KL penalty",
+        "algo.advantage.estimator clip_cov supports a KL penalty",
     ]
     found = problems(task, *words)
     assert len(found) == len(starts), found
@@ -254,11 +256,17 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         == []
     )
     for words, why in (
-        (("grpo", "--rollout.top_p", "0.9"), "rollout.top_p 0.9: they are of the cut distribution"),
-        (("grpo_s",), "algo.entropies policy: grpo_s needs a pass of the policy for its entropies"),
+        (
+            ("grpo", "--rollout.top_p", "0.9"),
+            "rollout.top_p 0.9: they come from the truncated distribution",
+        ),
+        (
+            ("grpo_s",),
+            "algo.entropies policy: grpo_s needs a forward pass of the policy for its entropies",
+        ),
         (
             ("grpo", "--algo.kl.init_coef", "0.1"),
-            "a KL penalty in the reward is of the policy's log-probs",
+            "a KL penalty in the reward uses the policy's log-probs",
         ),
         (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
         (
@@ -267,16 +275,16 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         ),
         (
             ("grpo", "--algo.advantage.is_correction_level", "token"),
-            "is_correction_level token: ratios are to the engines' log-probs already",
+            "is_correction_level token: ratios already use the engines' log-probs",
         ),
     ):
         (message,) = problems(task, *engine, *words)
         assert (
-            message.startswith("algo.old_logprobs engine does not go with ") and why in message
+            message.startswith("algo.old_logprobs engine does not work with ") and why in message
         ), words
         assert message.endswith("use algo.old_logprobs auto")
     (replays,) = preflight.old_logprob_violations(of_a_mixture(load(task, *engine, "grpo")))
-    assert "train.routing_replay policy: it replays the policy's pass" in replays.message
+    assert "train.routing_replay policy: it replays the policy's forward pass" in replays.message
 
 
 def test_the_probe_of_a_mixture_in_bf16_allows_for_routers_that_choose_others(tmp_path):
@@ -309,11 +317,11 @@ def test_entropies_of_the_engines(task):
     assert problems(task, *engine, "gtpo_entropy", "--algo.old_logprobs", "engine") == []
     (message,) = problems(task, *engine, "grpo_s", "--rollout.top_p", "0.9")
     assert message.startswith(
-        "algo.entropies engine does not go with rollout.top_p 0.9: they are of the cut"
+        "algo.entropies engine does not work with rollout.top_p 0.9: they come from the truncated"
     )
     (warning,) = load(task, *engine, "grpo").warnings
     assert warning.startswith(
-        "algo.entropies has no effect: got engine, and algo.advantage.estimator grpo shapes by"
+        "algo.entropies has no effect: got engine, and algo.advantage.estimator grpo uses no"
     )
 
 
@@ -506,10 +514,10 @@ def test_a_model_that_cannot_be_downloaded_is_named_with_its_option_before_ray_s
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
     with pytest.raises(
-        ConfigError, match="actor.model_name_or_path: org/name is no folder on this machine"
+        ConfigError, match="actor.model_name_or_path: org/name is not a folder on this machine"
     ) as error:
         job.run(load(task, "--actor.model_name_or_path", "org/name"), Guard())
-    assert "give the folder of a checkpoint that holds the weights" in str(error.value)
+    assert "give the folder of a checkpoint with weights" in str(error.value)
 
 
 def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypatch):
@@ -656,7 +664,7 @@ def test_a_file_that_cannot_be_imported_is_in_the_report_of_all_mistakes(task, t
 def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
     monkeypatch.setattr("openrlhf_ext.driver.preflight.glob.glob", lambda _: [])
     warnings = load(task, "--vllm.sync_backend", "nccl").warnings
-    assert "vllm.sync_backend nccl needs GPUs, and this machine has none" in "".join(warnings)
+    assert "vllm.sync_backend nccl needs GPUs, but this machine has none" in "".join(warnings)
 
     def unreachable(name: str, data_dir: str | None = None) -> None:
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
@@ -741,12 +749,14 @@ def test_a_full_shared_memory_and_too_few_open_files_are_said_before_the_start_i
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: (64, 524288))
     told = "\n".join(problems(task))
     assert (
-        "/dev/shm must have 4 MiB free for what processes share, 1 MiB are: remove" in told
+        "/dev/shm must have 4 MiB free for data that processes share, but only 1 MiB are free: "
+        "delete"
+        in told
         and "--shm-size" in told
     )
     assert (
-        "must be allowed 192 open files, with many ranks and engines more: the limit is 64; "
-        "raise it (ulimit" in told
+        "must be allowed 192 open files, more with many ranks and engines: the limit is 64; raise "
+        "it (ulimit" in told
     )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert problems(task) == [], "its processes start elsewhere"

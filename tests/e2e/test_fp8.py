@@ -75,7 +75,7 @@ def test_delayed_scaling_in_two_stages_with_a_reference(tmp_path):
     for manifest in (task.folder / "ckpt").glob("global_step*/*.json"):
         if "options" in manifest.read_text():
             assert "EMULATED" in manifest.read_text()
-    assert "a log-prob depends on what shares its pack" in job.text
+    assert "a log-prob depends on the other sequences in its pack" in job.text
     assert all(1e-3 < record["algorithm/abs_log_ratio"] < 1 for record in records)
     assert records[-1]["kl/reference"] > records[0]["kl/reference"] >= 0, (
         "the policy leaves its reference"

@@ -168,4 +168,4 @@ def test_it_goes_in_and_out_unchanged(
     dtype: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert(["--check", str(model), "--dtype", dtype]) == 0
-    assert "the checkpoint goes in and out unchanged" in capsys.readouterr().out
+    assert "the checkpoint is loaded and exported unchanged" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_a_password_in_an_address_is_written_nowhere(running, job):
     assert not [path for path in files if any(part.encode() in path.read_bytes() for part in left)]
     shown = "https://(hidden)@wandb/x?token=(hidden)"
     config = (folder.parent / "checkpoints/global_step2/config.yaml").read_text()
-    assert f'project: "{shown}"' in config and "put it in before this file is used" in config
+    assert f'project: "{shown}"' in config and "fill it in before you use this file" in config
     assert shown in (folder / "events.jsonl").read_text()
     assert shown in (folder.parent / "checkpoints/global_step2/controller.json").read_text()
 

@@ -82,7 +82,7 @@ def test_a_machine_without_nvidia_smi_has_no_nodes_of_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert numa.gpu_addresses() == {} and doctor._numa_nodes() == "one, or not told by /sys"
+    assert numa.gpu_addresses() == {} and doctor._numa_nodes() == "one, or not reported by /sys"
 
 
 def test_an_nvidia_smi_that_fails_is_told_and_costs_the_place_only(sysfs: Path, caplog) -> None:

@@ -493,6 +493,6 @@ def test_side_files_are_all_that_a_tokenizer_is_read_from(tmp_path):
     assert "additional_chat_templates/default.jinja" not in read_side_files(source, "x")
     shutil.rmtree(source / "additional_chat_templates")
     (source / "chat_template.json").write_text('{"chat_template": "x"}')
-    assert "chat_template.json is read of processors alone" in tokenizer_fault(
+    assert "chat_template.json is read only for processors" in tokenizer_fault(
         str(source), chat=True
     )

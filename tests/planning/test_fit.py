@@ -87,7 +87,7 @@ TOO_FEW = {
 @pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir()))
 def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
     """What leaves a tenth of the GPU free as it is written stays so; what fits nowhere is refused
-    with the GPUs that would do."""
+    with the GPUs that would fit."""
     tp = (
         8
         if model.endswith(("70b", "32b", "a22b"))
@@ -102,9 +102,9 @@ def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
         if (model, ranks, shared) in TOO_FEW:
             said = refusal(model, ranks, **options)
             assert "an H100 (there is no GPU here) has 79.6" in said, at
-            assert "no layout of these GPUs fits; actor.num_nodes" in said and "would do" in said, (
-                at
-            )
+            assert (
+                "no layout of these GPUs fits; actor.num_nodes" in said and "would fit" in said
+            ), at
             continue
         config, as_written = (
             load(model, ranks, **options),
@@ -167,7 +167,7 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
     code, _, error = dry_run(task, capsys)
     assert (
         code == 2
-        and "must cut the models so that a rank fits on a GPU: got 1 * 1 on 8 ranks, with which"
+        and "must split the models so that a rank fits on a GPU: got 1 * 1 on 8 ranks, with which"
         in error
     )
     assert (
@@ -175,7 +175,9 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
         "optimizer" in error
     )
     on_host = "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory"
-    assert f"would do{on_host}; megatron.gpu_memory_gib says what the run's GPUs have" in error
+    assert (
+        f"would fit{on_host}; set megatron.gpu_memory_gib to the memory of the run's GPUs" in error
+    )
     code, _, error = dry_run(task, capsys, train__sead=1, train__batch_size=33)
     assert code == 2 and error.startswith("4 problems"), "in one report with the others"
     code, out, error = dry_run(task, capsys, actor__num_nodes=4)
@@ -183,7 +185,7 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
     (line,) = (line for line in out.splitlines() if "  - megatron.layout auto: " in line)
     assert (
         "megatron: {tensor_parallel_size: " in line
-        and "; written so, it stays. While training, the fullest" in line
+        and "; set these options to keep it. While training, the fullest" in line
     )
     assert re.search(r"parallel_size: \d+  # set: chosen: megatron.layout auto \(default: 1\)", out)
     assert out.startswith("would start\n"), out[:200]
@@ -297,7 +299,7 @@ def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, layout, cut):
     laid_out = planner.as_configured()
     training, policy = laid_out.moments[1], laid_out.policy
     assert "optimizer" not in training.parts and laid_out.fits
-    passing = training.parts["Adam's states in passing (ds.adam_offload)"]
+    passing = training.parts["Adam's states in transit (ds.adam_offload)"]
     assert 0 < passing <= 1.5 * GIB, "blocks"
     on_host = laid_out.host["Adam's states (ds.adam_offload), pinned"]
     assert on_host == tp * 12 * max(one.parameters for one in policy.states), (
@@ -340,8 +342,8 @@ def test_host_memory_that_the_node_has_not_is_refused_with_the_sum(monkeypatch):
         "ds.adam_offload: the ranks of a node would keep 793.4 GiB in its host memory (checkpoint "
     )
     assert (
-        "on its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this "
-        "machine has 400" in said
+        "being written 427.2, Adam's states (ds.adam_offload), pinned 366.2), but this machine "
+        "has 400" in said
     )
     assert said.endswith(
         "use more nodes, leave ckpt.async_enable out, or leave ds.adam_offload out"
@@ -406,12 +408,12 @@ def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(looked_at_only, mon
         dry_run=False,
     )
     assert any(
-        "chosen once the model's config.json is here" in warning for warning in config.warnings
+        "once the model's config.json is on this machine" in warning for warning in config.warnings
     )
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "qwen2.5-7b"))
     assert sizes(job.with_local_model(config))[1] > 1
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "llama-3.1-70b"))
-    with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
+    with pytest.raises(ConfigError, match="must split the models so that a rank fits on a GPU"):
         job.with_local_model(config)
 
 

@@ -157,7 +157,7 @@ def test_run_and_plan_refuse_the_same_shared_gpus(share: float, asleep: bool):
     sampling, training = laid_out.moments
     working = (
         "activations",
-        "fragments (estimate)",
+        "fragmentation (estimate)",
         "head: workspace, hidden states and their gradient",
     )
     without = Moment(
@@ -173,7 +173,7 @@ def test_run_and_plan_refuse_the_same_shared_gpus(share: float, asleep: bool):
 
 def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
     plan = planner("Qwen/Qwen2.5-32B", True, "--vllm.gpu_memory_utilization", "0.1")
-    lacking = f"an engine lacks 4.3 GiB of its share of a GPU ({SHARE} 0.1)"
+    lacking = f"an engine needs 4.3 GiB more than its share of a GPU ({SHARE} 0.1)"
     assert plan.fewest_gpus() is None and lacking in plan.candidates(8)[0].binding
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
     assert best.options[SHARE] == best.share < 0.95 and not best.tight()

@@ -37,18 +37,18 @@ def test_a_good_host_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"driver": "570.124"}, "the driver is 570.124, torch's CUDA 13.0 needs 580 or newer"),
-        ({"driver": None}, "nvidia-smi does not tell the driver's version"),
-        ({"cudnn": (9, 17, 1)}, "cuDNN 9.17.1 is loaded, 9.18 or newer is needed"),
+        ({"driver": "570.124"}, "the driver is 570.124, but torch's CUDA 13.0 needs 580 or newer"),
+        ({"driver": None}, "nvidia-smi does not report the driver's version"),
+        ({"cudnn": (9, 17, 1)}, "cuDNN 9.17.1 is loaded, but 9.18 or newer is needed"),
         (
             {"cudnn_libraries": ("/a", "/b")},
-            "there are 2 cuDNNs (/a, /b) and a process may load another than",
+            "there are 2 cuDNNs (/a, /b) and a process may load a different one than",
         ),
-        ({"compiler": None}, "gcc is missing, Triton compiles a launcher with it"),
+        ({"compiler": None}, "gcc is missing, but Triton compiles a launcher with it"),
         ({"python_header": None}, "Python.h is missing"),
         (
             {"cuda": "12.8", "driver": "580.1"},
-            "must be transformer-engine-cu12 alone, as torch's CUDA is 12.8",
+            "must be only transformer-engine-cu12, because torch's CUDA is 12.8",
         ),
         (
             {"transformer_engine": {**TE, "transformer-engine-cu12": "2.11.0"}},
@@ -56,9 +56,9 @@ def test_a_good_host_has_no_problems() -> None:
         ),
         (
             {"transformer_engine": {**TE, "transformer-engine-torch": "2.14.1"}},
-            "must be of one version, it refuses",
+            "must have the same version",
         ),
-        ({"ptrace_scope": 2}, "ptrace_scope is 2: CUDA IPC, by which a policy hands its weights"),
+        ({"ptrace_scope": 2}, "ptrace_scope is 2: CUDA IPC, which sends weights"),
         (
             {"engine_error": "undefined symbol: c10"},
             "TransformerEngine cannot be imported (undefined symbol: c10)",
@@ -151,7 +151,7 @@ def test_a_second_cudnn_is_found_wherever_a_run_looks_first(
         ),
         ("import os; os._exit(7)", "exit status 7"),
         ("import sys; assert 'torch' in sys.modules, 'torch comes first'", None),
-        ("import time; time.sleep(600)", "no end after 2 s"),
+        ("import time; time.sleep(600)", "not finished after 2 s"),
     ],
 )
 def test_an_extension_of_another_torch_is_seen_by_its_import(

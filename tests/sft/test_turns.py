@@ -170,39 +170,39 @@ def test_the_assistants_words_are_trained_on_and_nothing_else(
             "qwen3",
             THOUGHT,
             True,
-            r"message 2: the chat rendered up to its answer is no beginning .* '<think>",
+            "message 2: the chat rendered up to its answer is not a prefix .* '<think>",
         ),
         (
             "deepseek_r1",
             THOUGHT[:2],
             False,
-            "message 2: the chat rendered before its answer is no beginning",
+            "message 2: the chat rendered before its answer is not a prefix",
         ),
         (
             "r1_distill",
             THOUGHT[:2],
             False,
-            r"message 2: the chat rendered before its answer .* stands '<think>",
+            "message 2: the chat rendered before its answer .* is followed by '<think>",
         ),
         (
             "r1_distill",
             PLAIN,
             False,
-            "message 4: the chat rendered before its answer is no beginning",
+            "message 4: the chat rendered before its answer is not a prefix",
         ),
         (
             "deepseek_r1",
             PLAIN,
             True,
-            "message 2: the chat rendered before its answer is no beginning",
+            "message 2: the chat rendered before its answer is not a prefix",
         ),
         (
             "thinking_2507",
             PLAIN,
             False,
-            "message 4: the chat rendered before its answer is no beginning",
+            "message 4: the chat rendered before its answer is not a prefix",
         ),
-        ("gemma", [SYSTEM, *PLAIN], False, "is not taken by the chat template: .*no system role"),
+        ("gemma", [SYSTEM, *PLAIN], False, "is rejected by the chat template: .*no system role"),
         (
             "llama3",
             TOOLS,
@@ -287,7 +287,7 @@ def test_answers_that_are_marked_as_context_are_not_trained_on(tokenizer, name, 
 @pytest.mark.parametrize("name", ["qwen2.5", "marked"])
 def test_a_weight_between_is_refused(tokenizer, name):
     with pytest.raises(
-        Refused, match="has a message of weight 0.5: only 0, context, and 1 are known"
+        Refused, match=r"has a message of weight 0.5: only 0 \(context\) and 1 are supported"
     ):
         form(tokenizer, TEMPLATES[name], multiturn=True).example(
             {"q": [PLAIN[0], PLAIN[1] | {"weight": 0.5}]}

@@ -75,12 +75,12 @@ class Advantage(Section):
         "mask",
         "outside the threshold: mask = drop, clip = clamp the weight (only level token with "
         "gating ratio)",
-        default_text="mask; clip with fp8.rollout_enable where it is possible",
+        default_text="mask; clip with fp8.rollout_enable where possible",
     )
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
         "ratio",
-        "statistic the threshold is compared with: the ratio of probabilities, or a divergence "
-        "per token",
+        "statistic compared with the threshold: the ratio of probabilities, or a divergence per "
+        "token",
     )
     is_correction_threshold: tuple[Float, ...] = option(
         (0.5, 5.0),
@@ -95,26 +95,24 @@ class Advantage(Section):
     )
     estimator: Estimator = option(
         "gae",
-        "estimator of the advantages and its loss (docs/algorithms.md); custom = that of "
+        "advantage estimator and its loss (docs/algorithms.md); custom = the one in "
         "algo.module_path",
     )
     no_std_norm: bool = option(
         False,
-        "subtract the mean without dividing by the std, of the group or when whitening; sets "
-        "normalize_std false of the estimator",
+        "subtract the mean without dividing by the std, per group or in whitening; sets "
+        "normalize_std of the estimator to false",
     )
 
 
 class Kl(Section):
-    """A KL penalty to the policy as it was at the start; a reference model is built only for
-    one."""
+    """A KL penalty against the initial policy; only this penalty needs a reference model."""
 
     needs = {"algo.kl.init_coef": ("estimator", "use_loss", "unbiased_gradient")}
 
     target: Float | None = option(
         None,
-        "mean KL per token that the adaptive controller steers to, nats; null = a constant "
-        "coefficient",
+        "target of the adaptive controller: mean KL per token, nats; null = a constant coefficient",
         gt=0,
     )
     horizon: Int = option(
@@ -122,7 +120,7 @@ class Kl(Section):
     )
     init_coef: Float = option(
         0.0,
-        "coefficient of the KL penalty, at the start if algo.kl.target is set",
+        "coefficient of the KL penalty; the initial one if algo.kl.target is set",
         ge=0,
         default_text="0.01 with OpenRLHF's estimators, else 0",
     )
@@ -137,7 +135,7 @@ class Kl(Section):
         "for any estimator",
     )
     use_loss: bool = option(
-        False, "put the KL penalty into the loss of each token instead of the reward"
+        False, "add the KL penalty to the loss of each token instead of the reward"
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -145,9 +143,9 @@ class Kl(Section):
         if self.target is not None and self.init_coef == 0:
             yield Violation(
                 ("algo.kl.target", "algo.kl.init_coef"),
-                "algo.kl.target needs algo.kl.init_coef > 0, which the controller multiplies: "
-                f"got target {self.target:g} and coefficient 0; set the coefficient or leave the "
-                "target out",
+                "algo.kl.target needs algo.kl.init_coef > 0, because the controller multiplies "
+                f"it: got target {self.target:g} and coefficient 0; set the coefficient or leave "
+                "the target out",
             )
 
     def cautions(self) -> Iterator[str]:
@@ -158,14 +156,14 @@ class Kl(Section):
             and not self.unbiased_gradient
         ):
             yield (
-                "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the "
-                "gradient of k1 is 0 in the mean; use k2 or k3, or add algo.kl.unbiased_gradient"
+                "algo.kl.use_loss with algo.kl.estimator k1 does not constrain the policy: the "
+                "expected gradient of k1 is 0; use k2 or k3, or add algo.kl.unbiased_gradient"
             )
 
 
 class Algo(Section):
-    """The algorithm; every estimator has an open map of its own options, which are declared beside
-    the method."""
+    """The algorithm; every estimator has an open map of its own options, declared in the file of
+    its method."""
 
     needs = {
         "algo.advantage.estimator=custom": ("module_path",),
@@ -176,19 +174,19 @@ class Algo(Section):
     kl: Kl = Kl()
     old_logprobs: Literal["auto", "policy", "engine"] = added(
         "auto",
-        "log-probs that ratios are relative to: policy = a forward pass of the policy before it "
-        "is updated; engine = those that the engine sampled with; auto = the ones that the "
-        "update itself computes where that is the same (docs/algorithms.md), else policy",
+        "old log-probs of the ratios: policy = from a forward pass of the policy before the "
+        "update; engine = those the engine sampled with; auto = those the update itself computes "
+        "where they are the same (docs/algorithms.md), else policy",
     )
     entropies: Literal["policy", "engine"] = added(
         "policy",
-        "entropies that a method shapes by: policy = of a forward pass of the policy, exact; "
-        "engine = of the distribution that the engine sampled each token from, which alone "
-        "needs no pass (docs/algorithms.md)",
+        "entropies that a method uses for shaping: policy = from a forward pass of the policy, "
+        "exact; engine = of the distribution that the engine sampled each token from, which needs "
+        "no forward pass (docs/algorithms.md)",
     )
     dynamic_filtering_enable: bool = option(
         False,
-        "sample further prompts in place of those whose mean score is outside "
+        "sample new prompts to replace those whose mean score is outside "
         "algo.dynamic_filtering_range",
     )
     dynamic_filtering_range: Pair = option(
@@ -196,7 +194,7 @@ class Algo(Section):
     )
     module_path: str | None = added(
         None,
-        "a .py file that registers an algorithm of your own, for the estimator custom",
+        "a .py file that registers your own algorithm, for the estimator custom",
         path="input",
     )
 

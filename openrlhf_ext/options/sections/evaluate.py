@@ -27,18 +27,17 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
     model: str | None = option(None, "folder of a Hugging Face checkpoint with its tokenizer")
     benchmark: tuple[str, ...] = option(
         (),
-        "NAME=FILE ..., benchmarks' files as they were published: gsm8k, math, math500, aime24, "
-        "aime25, amc23",
+        "NAME=FILE ..., benchmark files as published: gsm8k, math, math500, aime24, aime25, amc23",
         repeats=True,
     )
     data: str | None = option(
         None,
-        "instead of a benchmark: problem file of your own, in a format of training; needs --reward",
+        "instead of a benchmark: your own problem file, in a training data format; needs --reward",
     )
     completions: str | None = option(
         None,
-        "grade the completions of this file instead of sampling: lines "
-        '{"problem": 0, "completions": ["text", ...]}, or a file of --out',
+        'grade the completions of this file instead of sampling: lines {"problem": 0, '
+        '"completions": ["text", ...]}, or a file that --out wrote',
     )
     reward: str | None = option(
         None,
@@ -47,29 +46,28 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
     )
     out: str | None = option(
         None,
-        "keep every problem's graded completions in FOLDER/NAME.jsonl, results.json and "
-        "tables.md there; the same command goes on where it was killed",
-        default_text="a folder in runs/evaluation named after model, data and settings; with --json none",
+        "write every problem's graded completions to FOLDER/NAME.jsonl, with results.json and "
+        "tables.md; the same command resumes after it was killed",
+        default_text="a folder in runs/evaluation named after model, data and settings; none with --json",
     )
-    engine: Literal["transformers", "vllm"] = option("transformers", "what samples")
+    engine: Literal["transformers", "vllm"] = option("transformers", "program that samples")
     protocol: Literal["conflict", "entropy", "qwen_math"] | None = option(
         None,
         "a paper's evaluation (below): template, system prompt, chat template, n, temperature, "
-        "top_p, longest completion, and where the answer stands; an option given besides it "
-        "wins, which the results say",
+        "top_p, longest completion, and where to find the answer; an option that is set overrides "
+        "the protocol's, and the results say so",
     )
     input_key: str = option("question", "key of the prompt in --data")
     label_key: str = option("answer", "key of the label in --data")
     input_template: str | None = option(
         None,
         "format string around the prompt, such as 'Q: {} A: '",
-        default_text="for benchmarks: asks for steps and \\boxed{}, but with a protocol's system prompt",
+        default_text="for benchmarks: asks for steps and \\boxed{}, except with a protocol's system prompt",
     )
     system_prompt: str | None = option(
         None,
-        "system message, or the name of a protocol that has one: conflict; "
-        "without a chat template it stands in front of the prompt. A protocol's questions stand "
-        "alone",
+        "system message, or the name of a protocol that has one: conflict; without a chat "
+        "template it precedes the prompt. A protocol's message goes with the bare question",
     )
     apply_chat_template: bool = option(False, "apply the tokenizer's chat template to the prompt")
     limit: Int | None = option(
@@ -80,14 +78,14 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
         None, "sizes of pass@k and maj@k", default_text="powers of two up to n"
     )
     temperature: Float = option(1.0, "sampling temperature; 0 takes the most likely token", ge=0)
-    top_p: Float = option(1.0, "nucleus size; 1 = whole vocabulary", gt=0, le=1)
+    top_p: Float = option(1.0, "nucleus sampling threshold; 1 = whole vocabulary", gt=0, le=1)
     max_new_tokens: Int = option(
         64, "longest completion, tokens", ge=1, default_text="64; with --benchmark 1024"
     )
     batch_size: Int = option(256, "sequences generated together", ge=1)
-    seed: int = option(0, "of the sampling")
+    seed: int = option(0, "seed of the sampling")
     device: str = option("cpu", "cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of the weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     tensor_parallel_size: Int = option(1, "--engine vllm: workers that share the model", ge=1)
     gpu_memory_utilization: Float = option(
         0.9, "--engine vllm: share of each GPU's memory", gt=0, le=1
@@ -120,7 +118,7 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
         "or results.json",
     )
     min_gain: Float | None = option(
-        None, "with --compare: smallest gain of accuracy, as a fraction"
+        None, "with --compare: smallest gain in accuracy, as a fraction"
     )
     expect_accuracy: Float | None = option(
         None, "fail if the accuracy is more than 3 standard errors away from this fraction"
@@ -152,13 +150,13 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
             )
         if self.data and not self.reward:
             yield Violation(
-                ("data", "reward"), "--data needs --reward, which says what a right answer is"
+                ("data", "reward"), "--data needs --reward, which decides what a correct answer is"
             )
         if self.completions and len(self.benchmark) > 1:
             yield Violation(
                 ("completions", "benchmark"),
-                "--completions belong to one benchmark: got "
-                f"{len(self.benchmark)}; grade them one after the other",
+                f"--completions are for one benchmark: got {len(self.benchmark)}; grade them one "
+                "after the other",
             )
         if self.model is None and not self.completions:
             yield Violation(

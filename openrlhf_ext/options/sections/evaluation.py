@@ -124,7 +124,7 @@ class Eval(Section):
     dataset: str | None = option(
         None,
         "evaluation prompts; same forms as data.prompt_dataset, or several sets by name, "
-        "NAME=FILE,NAME=FILE, each with metrics of its own (docs/evaluation.md)",
+        "NAME=FILE,NAME=FILE, each with its own metrics (docs/evaluation.md)",
         path="input",
     )
     split: str | None = option(
@@ -132,8 +132,10 @@ class Eval(Section):
         "split of eval.dataset",
         default_text="validation, or test, where the data set has it, else train",
     )
-    temperature: _Temperature = option(0.6, "temperature of sampling in evaluation")
-    top_p: _TopP = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p")
+    temperature: _Temperature = option(0.6, "sampling temperature in evaluation")
+    top_p: _TopP = added(
+        1.0, "nucleus sampling threshold in evaluation; OpenRLHF uses rollout.top_p"
+    )
     n_samples_per_prompt: _Samples = option(
         4, "responses per prompt in evaluation (n of pass@k and maj@k)"
     )
@@ -143,8 +145,8 @@ class Eval(Section):
     remote_url: str | None = added(
         None,
         default_text="reward.remote_url",
-        help_text="where evaluations are graded, in the forms of reward.remote_url; each grader other "
-        "than that has reward.num_workers processes of its own beside each engine",
+        help_text="what grades evaluations, in the forms of reward.remote_url; a different grader "
+        "gets its own reward.num_workers processes per engine",
         path="input",
     )
     async_enable: bool = added(
@@ -197,7 +199,7 @@ class Eval(Section):
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             yield Violation(
                 ("eval.dataset",),
-                f"eval.dataset must give each name once: got {', '.join(repeated)} twice in "
+                f"eval.dataset must use each name only once: got {', '.join(repeated)} twice in "
                 f"{self.dataset}",
             )
         for name in _KINDS:

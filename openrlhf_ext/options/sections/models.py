@@ -32,8 +32,8 @@ _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
 
 
 class FP8(Section):
-    """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic
-    stay as they are."""
+    """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic do
+    not change."""
 
     needs = {
         "fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
@@ -45,56 +45,56 @@ class FP8(Section):
     )
     emulate: bool = added(
         False,
-        "round as FP8 does and multiply in fp32, on any machine: for studies of accuracy, "
-        "slower than without FP8",
+        "round to FP8 and multiply in fp32, on any machine: for accuracy studies, slower than "
+        "without FP8",
     )
     recipe: Literal["blockwise", "current", "delayed"] = added(
         "blockwise",
-        "what shares a scale: blockwise = 1x128 entries of activations and gradients, 128x128 "
-        "of a weight; current = a tensor, from the tensor itself; delayed = a tensor, from "
-        "earlier micro-batches",
+        "what shares a scale: blockwise = blocks of 1x128 in activations and gradients, 128x128 "
+        "in weights; current = a tensor, scaled from its own values; delayed = a tensor, scaled "
+        "from earlier micro-batches",
     )
     format: Literal["e4m3", "hybrid"] | None = added(
         None,
-        "e4m3 everywhere, or hybrid: E5M2 for gradients of outputs",
+        "e4m3 everywhere, or hybrid: E5M2 for output gradients",
         default_text="e4m3 with fp8.recipe blockwise, else hybrid",
     )
     scales: Literal["fp32", "pow2"] | None = added(
         None, "scales in fp32, or rounded down to powers of two", default_text="fp32"
     )
     layers_in_bf16_start: Int = added(
-        0, "decoder layers at the start without FP8, in training and rollout", ge=0
+        0, "decoder layers at the start that stay in BF16, in training and rollout", ge=0
     )
     layers_in_bf16_end: Int = added(
-        0, "decoder layers at the end without FP8, in training and rollout", ge=0
+        0, "decoder layers at the end that stay in BF16, in training and rollout", ge=0
     )
     modules: Literal["all", "mlp"] = added(
         "all",
-        "linear layers with FP8: all, or mlp, without those of attention, whose shards tensor "
+        "linear layers in FP8: all, or mlp = without those of attention, whose shards tensor "
         "parallelism makes narrow",
     )
     margin: Int | None = added(
         None,
-        "with fp8.recipe delayed: scales are 2^margin smaller than would fit",
+        "with fp8.recipe delayed: scales are smaller by a factor of 2^margin than would fit",
         ge=0,
         default_text="0",
     )
     amax_history_len: Int | None = added(
         None,
-        "with fp8.recipe delayed: micro-batches that are remembered",
+        "with fp8.recipe delayed: micro-batches in the amax history",
         ge=1,
         default_text="1024",
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = added(
         None,
-        "with fp8.recipe delayed: scale from the largest entry of the remembered micro-batches, "
-        "or of the last",
+        "with fp8.recipe delayed: scale from the largest entry in the history, or in the last "
+        "micro-batch",
         default_text="max",
     )
     rollout_enable: bool = added(
         False,
-        "FP8 linear layers in the rollout engines: vLLM's fp8_per_block with fp32 scales; on "
-        "CPU emulated",
+        "FP8 linear layers in the rollout engines: vLLM's fp8_per_block with fp32 scales; "
+        "emulated on CPU",
     )
 
     @property
@@ -134,9 +134,8 @@ class FP8(Section):
             if self.modules == "mlp" and self.rollout_enable:
                 yield Violation(
                     ("fp8.modules", "fp8.rollout_enable"),
-                    "fp8.modules mlp needs engines without FP8, which would have it in "
-                    "attention too: got fp8.rollout_enable true; leave it out, or use "
-                    "fp8.modules all",
+                    "fp8.modules mlp needs engines without FP8, because theirs includes "
+                    "attention: got fp8.rollout_enable true; leave it out, or use fp8.modules all",
                 )
             yield from self._delayed_violations()
             yield from self._foreign_violations()
@@ -149,7 +148,7 @@ class FP8(Section):
             got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)
             yield Violation(
                 ("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
-                f"fp8.recipe delayed leaves no layers in BF16, Megatron refuses it: got {got}; "
+                f"fp8.recipe delayed cannot keep layers in BF16 (a limit of Megatron): got {got}; "
                 "leave them out, or use fp8.recipe blockwise or current",
             )
 
@@ -161,7 +160,7 @@ class FP8(Section):
             if (value := getattr(self, leaf)) is not None:
                 yield Violation(
                     (f"fp8.{leaf}", "fp8.recipe"),
-                    f"fp8.{leaf} is an option of fp8.recipe {owner}: got {value_text(value)} and "
+                    f"fp8.{leaf} applies only to fp8.recipe {owner}: got {value_text(value)} and "
                     f"fp8.recipe {self.recipe}; leave it out, or change the recipe",
                 )
 
@@ -171,16 +170,16 @@ class FP8(Section):
             return
         if not recipe.blockwise:
             yield (
-                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on "
-                "what shares its pack, and the ratio of the first update is not 1 "
+                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on the "
+                "other sequences in its pack, and the ratio of the first update is not 1 "
                 "(docs/fp8.md); fp8.recipe blockwise has no such noise"
             )
         if self.rollout_enable and (not recipe.blockwise or recipe.pow2):
             yield (
-                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside "
+                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} with "
                 "fp8.rollout_enable: the engines quantize blockwise with fp32 scales, and the "
-                "errors of two quantizers add up, so that trainer and engines differ more than "
-                "with either alone; use fp8.recipe blockwise and fp8.scales fp32"
+                "errors of two quantizers add up, so trainer and engines differ more than with "
+                "either alone; use fp8.recipe blockwise and fp8.scales fp32"
             )
 
 
@@ -191,7 +190,7 @@ NotNegative = Annotated[Float, Field(ge=0)]
 LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
 
 _MUON: Reason = {
-    "why": "only Adam is built on Megatron's optimizer",
+    "why": "only Adam is supported with Megatron's optimizer",
     "instead": "use adam.* with optim adam",
 }
 
@@ -218,27 +217,29 @@ class Muon(Section):
 
 
 class Optimizer(Section):
-    """Adam over the optimizer steps of a model, declared once for all that are trained."""
+    """The optimizer of a model, declared once for all models that are trained."""
 
     optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
     muon: Muon = Muon()
     adam: Adam = Adam()
     lr_scheduler: LrScheduler = option(
         "cosine_with_min_lr",
-        "learning rate over the optimizer steps; constant has no warm-up, only "
-        "cosine_with_min_lr stays above 0",
+        "learning rate schedule over the optimizer steps; constant has no warm-up; of those that "
+        "decay, only cosine_with_min_lr stays above 0",
     )
     lr_warmup_ratio: Float = option(
-        0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1
+        0.03, "share of the optimizer steps with linear warm-up", ge=0, le=1
     )
     min_lr_ratio: Float = option(
         0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1
     )
-    max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
+    max_norm: Float = option(
+        1.0, "largest global gradient norm; larger gradients are clipped; 0 = no clipping", ge=0
+    )
 
 
 class TrainedModel(Section):
-    """A model under training, of any trainer."""
+    """A model that is trained, by any trainer."""
 
     model_name_or_path: str | None = option(
         None,
@@ -252,19 +253,19 @@ class TrainedModel(Section):
     gradient_checkpointing_reentrant: bool = no_meaning(
         False,
         "re-entrant form of torch's checkpointing",
-        why="Megatron brings its own recomputation",
+        why="Megatron has its own recomputation",
         instead="use megatron.recompute full",
     )
     aux_loss_coef: Float = option(
         0,
-        "of a mixture of experts: weight of the loss that balances the load of its experts "
+        "for mixtures of experts: coefficient of the loss that balances the experts' load "
         "(docs/algorithms.md#the-loss-that-balances-experts)",
         ge=0,
     )
 
 
 class Actor(Optimizer, TrainedModel):
-    """The policy under training."""
+    """The policy being trained."""
 
     needs = {
         "actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
@@ -284,43 +285,43 @@ class Actor(Optimizer, TrainedModel):
         "half-width of the clip interval of the ratio; sets clip_low and clip_high of the "
         "estimator",
         gt=0,
-        default_text="that of the estimator",
+        default_text="the estimator's value",
     )
     eps_clip_low_high: tuple[NotNegative, NotNegative] | None = option(
         None,
         "clip_low and clip_high of the estimator: the ratio is kept in [1 - low, 1 + high]",
-        default_text="those of the estimator",
+        default_text="the estimator's values",
     )
     dual_clip: Float | None = option(
         None,
         "bound of the surrogate for negative advantages, as a multiple of the advantage",
         gt=1,
-        default_text="that of the estimator",
+        default_text="the estimator's value",
     )
     policy_loss_type: Literal["ppo", "gspo"] = option(
-        "ppo", "one ratio per token, or per response, in the loss of OpenRLHF's own estimators"
+        "ppo", "loss of OpenRLHF's own estimators: one ratio per token (ppo) or per response (gspo)"
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option(
         "token-mean",
         "how token losses are averaged: over all tokens, or per sequence first; sets agg of the "
         "estimator",
-        default_text="that of the estimator",
+        default_text="the estimator's value",
     )
     entropy_coef: Float | None = option(
         None,
-        "weight of an entropy bonus: the loss falls by it times the mean entropy of the loss "
-        "tokens (of all, whatever actor.loss_agg_mode is); entropy is logged in any case",
+        "coefficient of an entropy bonus, which is subtracted from the loss: mean entropy of all "
+        "loss tokens, whatever actor.loss_agg_mode is; entropy is always logged",
     )
     lr_warmup_steps: Int | None = added(
         None,
-        "optimizer steps with a linear warm-up, where they are counted instead",
+        "optimizer steps with linear warm-up, instead of a share",
         ge=0,
-        default_text="actor.lr_warmup_ratio of all",
+        default_text="actor.lr_warmup_ratio of all steps",
     )
     freeze_visual_encoder: bool = not_yet(
         False,
         "leave a vision encoder untrained",
-        why="only text models are built",
+        why="only text models are supported",
         instead="leave it out",
     )
 
@@ -345,13 +346,14 @@ class CriticMegatron(Section):
     )
     expert_parallel_size: Int | None = added(
         None,
-        "ranks that the experts of a mixture as the critic are dealt over; null = as many as "
-        "the policy's",
+        "ranks that the experts of a mixture-of-experts critic are distributed over; null = as "
+        "many as the policy's",
         ge=1,
     )
     expert_tensor_parallel_size: Int | None = added(
         None,
-        "ranks that share each expert of a mixture as the critic; null = as many as the policy's",
+        "ranks that each expert of a mixture-of-experts critic is split over; null = as many as "
+        "the policy's",
         ge=1,
     )
     virtual_pipeline_size: Int | None = added(
@@ -359,13 +361,13 @@ class CriticMegatron(Section):
     )
     sequence_parallel_enable: bool | None = added(
         None,
-        "sequence parallelism of the critic; null = the policy's if the critic has tensor "
+        "sequence parallelism of the critic; null = as for the policy if the critic has tensor "
         "parallelism",
     )
 
 
 class Critic(Optimizer):
-    """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator
+    """The value model of PPO with GAE, on its own ranks; used only with algo.advantage.estimator
     gae."""
 
     needs = {
@@ -386,54 +388,53 @@ class Critic(Optimizer):
     )
     freezing_steps: Int = option(
         -1,
-        "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = "
-        "it always is",
+        "the first N + 1 training steps train only the critic, not the policy; -1 = all steps "
+        "train both",
         ge=-1,
     )
     save_value_network: bool = option(
-        False, "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic"
+        False, "save the final critic in Hugging Face format in <ckpt.output_dir>_critic"
     )
     adam: CriticAdam = CriticAdam()
     model_name_or_path: str | None = option(
         None,
-        "folder or hub name of the critic's checkpoint, with a value head "
-        "(ds.value_head_prefix) or without; null = the reward model's, or "
-        "actor.model_name_or_path where there is none",
+        "folder or hub name of the critic's checkpoint, with or without a value head "
+        "(ds.value_head_prefix); null = the reward model's, or actor.model_name_or_path if there "
+        "is none",
         path="input",
     )
 
 
 class Ref(Section):
-    """The frozen reference model of a KL penalty: the policy as it was at the start.
+    """The frozen reference model of a KL penalty: the initial policy.
 
-    Without ranks of its own it is a copy in the host memory of the policy's ranks, swapped in for
+    Without its own ranks it is a copy in the host memory of the policy's ranks, swapped in for
     one forward pass.
     """
 
     num_nodes: Int = option(
         1,
-        "nodes of a reference with ranks of its own; it has none unless this or "
+        "nodes of a reference with its own ranks; it has none unless this or "
         "ref.num_gpus_per_node is set",
         ge=1,
         le=2**13,
     )
     num_gpus_per_node: Int = option(
-        8, "ranks per node of a reference with ranks of its own", ge=1, le=2**8
+        8, "ranks per node of a reference with its own ranks", ge=1, le=2**8
     )
     offload: bool = option(
         False,
-        "keep the reference in the policy's host memory, which is the default without ranks of "
-        "its own",
+        "keep the reference in the policy's host memory; the default if it has no ranks of its own",
     )
 
 
 class Guide(Section):
-    """The frozen guiding policy, which scores all completions: the teacher of
-    on_policy_distillation; that of mixed_policy_dapo samples a part of every group besides.
+    """The frozen guide, which scores all completions: the teacher of on_policy_distillation; with
+    mixed_policy_dapo it also samples a part of every group.
 
-    Without ranks of its own its weights are a copy in the host memory of the policy's ranks,
-    swapped in for one forward pass, which takes a guide of the policy's architecture. Its engines
-    take the options of vllm.* and fp8.rollout_enable.
+    Without its own ranks its weights are a copy in the host memory of the policy's ranks, swapped
+    in for one forward pass; it must then have the policy's architecture. Its engines use the
+    options of vllm.* and fp8.rollout_enable.
     """
 
     needs = {
@@ -445,8 +446,8 @@ class Guide(Section):
 
     model_name_or_path: str | None = added(
         None,
-        "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = "
-        "there is no guide",
+        "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = no "
+        "guide",
         path="input",
     )
     samples_per_prompt: Int = added(
@@ -461,21 +462,21 @@ class Guide(Section):
     )
     num_nodes: Int = added(
         1,
-        "nodes of a guide with ranks of its own; it has none unless this or "
-        "guide.num_gpus_per_node is set",
+        "nodes of a guide with its own ranks; it has none unless this or guide.num_gpus_per_node "
+        "is set",
         ge=1,
         le=2**13,
     )
     num_gpus_per_node: Int = added(
         8,
-        "ranks per node of a guide with ranks of its own, which are laid out as the policy's",
+        "ranks per node of a guide with its own ranks, in the policy's layout",
         ge=1,
         le=2**8,
     )
 
 
 class Megatron(Section):
-    """How the policy is laid out over its ranks; tensor-parallel ranks are adjacent
+    """The layout of the policy over its ranks; tensor-parallel ranks are adjacent
     (docs/layouts.md has the order)."""
 
     needs = {
@@ -486,56 +487,58 @@ class Megatron(Section):
 
     layout: Literal["auto", "given"] = added(
         "auto",
-        "auto = tensor, pipeline and context parallelism, and recomputation, are chosen where "
-        "they are not given, so that all models fit on their GPUs; 1 everywhere if that fits, "
-        "and on CPU. given = as they are written",
-        default_text="auto, or given where one of these sizes is",
+        "auto = choose tensor, pipeline and context parallelism, and recomputation, where they "
+        "are not set, so that all models fit on their GPUs; 1 everywhere if that fits, and on "
+        "CPU. given = use the sizes as set",
+        default_text="auto, or given if one of these sizes is set",
     )
     gpu_memory_gib: Float | None = added(
         None,
-        "memory of a GPU of the run, GiB, for megatron.layout auto and for a dry run's sum",
+        "memory of one of the run's GPUs, GiB, for megatron.layout auto and the memory estimate "
+        "of a dry run",
         gt=0,
-        default_text="that of this machine's GPU; a dry run without one takes an H100's",
+        default_text="that of this machine's GPU; a dry run without a GPU assumes an H100",
     )
     tensor_parallel_size: Int = added(
-        1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1
+        1, "ranks that each layer is split over (attention heads, MLP, vocabulary)", ge=1
     )
     pipeline_parallel_size: Int = added(
         1,
-        "pipeline stages; layers are spread evenly over them, unless "
-        "megatron.decoder_first_pipeline_num_layers or "
-        "megatron.decoder_last_pipeline_num_layers is given",
+        "pipeline stages; layers are spread evenly over them unless "
+        "megatron.decoder_first_pipeline_num_layers or megatron.decoder_last_pipeline_num_layers "
+        "is set",
         ge=1,
     )
     decoder_first_pipeline_num_layers: Int | None = added(
         None,
-        "layers of the policy's first pipeline stage, which holds the embedding too; the stages "
-        "between have equally many",
+        "layers of the policy's first pipeline stage, which also holds the embedding; the middle "
+        "stages have equally many",
         ge=1,
         default_text="as many as the others",
     )
     decoder_last_pipeline_num_layers: Int | None = added(
         None,
-        "layers of the policy's last pipeline stage, which holds the head too and is the "
-        "slowest where it has as many as the others; plan finds how many are best. Critic and "
-        "reward model have no such head: theirs are even",
+        "layers of the policy's last pipeline stage, which also holds the head and is the slowest "
+        "if it has as many as the others; openrlhf-ext plan finds the best number. Critic and "
+        "reward model have no such head: their stages are even",
         ge=1,
         default_text="as many as the others",
     )
     context_parallel_size: Int = added(
         1,
-        "ranks that share every sequence; each holds two pieces of it (equal work under a "
-        "causal mask)",
+        "ranks that each sequence is split over; each holds two pieces (equal work under a causal "
+        "mask)",
         ge=1,
     )
     expert_parallel_size: Int = added(
         1,
-        "ranks of a pipeline stage that a mixture's experts are dealt over (docs/layouts.md)",
+        "ranks of a pipeline stage that the experts of a mixture are distributed over "
+        "(docs/layouts.md)",
         ge=1,
     )
     expert_tensor_parallel_size: Int | None = added(
         None,
-        "ranks that share each expert",
+        "ranks that each expert is split over",
         ge=1,
         default_text="1 with megatron.expert_parallel_size above 1, else megatron.tensor_parallel_size",
     )
@@ -554,20 +557,20 @@ class Megatron(Section):
     )
     overlap_grad_reduce: bool = added(
         False,
-        "reduce gradients over the data-parallel ranks while the backward pass goes on, bucket "
-        "by bucket (docs/performance.md)",
+        "reduce gradients over the data-parallel ranks during the backward pass, bucket by bucket "
+        "(docs/performance.md)",
     )
     overlap_param_gather: bool = added(
         False,
-        "gather updated parameters while the forward pass of the next optimizer step of the "
-        "same batch goes on; needs megatron.overlap_grad_reduce and "
-        "megatron.distributed_optimizer_enable (docs/performance.md)",
+        "gather updated parameters during the forward pass of the next optimizer step of the same "
+        "batch; needs megatron.overlap_grad_reduce and megatron.distributed_optimizer_enable "
+        "(docs/performance.md)",
     )
     ddp_bucket_size: Int | None = added(
         None,
-        "with megatron.overlap_grad_reduce: parameters of a bucket",
+        "with megatron.overlap_grad_reduce: parameters per bucket",
         ge=1,
-        default_text="40,000,000, or 1,000,000 for each data-parallel rank if that is more",
+        default_text="40,000,000, or 1,000,000 per data-parallel rank if that is more",
     )
     param_dtype: Literal["bf16", "fp32"] = added(
         "bf16",
@@ -594,36 +597,35 @@ class Megatron(Section):
     recompute_num_layers: Int = added(1, "layers, see megatron.recompute_method", ge=1)
     head: Literal["fused", "two_pass"] = added(
         "fused",
-        "how log-probs come from hidden states: fused = loss and gradient in one pass over "
-        "blocks of logits where the estimator's loss allows, two_pass = log-probs first, logits "
-        "again in the backward pass",
+        "how log-probs are computed from hidden states: fused = loss and gradient in one pass "
+        "over blocks of logits where the estimator's loss allows it, two_pass = log-probs first, "
+        "logits again in the backward pass",
     )
     head_kernels: Literal["auto", "torch", "triton"] = added(
         "auto", "kernels of the head: auto = Triton on GPUs where it is installed, torch elsewhere"
     )
     head_workspace_mib: Int = added(
         256,
-        "memory for the blocks of logits that the head works on, MiB on every rank; more makes "
-        "larger products",
+        "memory for blocks of logits in the head, MiB per rank; more memory gives larger matrix "
+        "products",
         ge=1,
         le=2**20,
     )
     share_prompts_enable: bool = added(
         True,
-        "compute a prompt once for all of its responses that are in a micro-batch "
-        "(docs/performance.md); without effect under context parallelism, where ranks hold "
-        "pieces of every sequence, and with megatron.rope_fusion, which counts positions from "
-        "the beginning of each",
+        "compute a prompt once for all of its responses in a micro-batch (docs/performance.md); "
+        "no effect with context parallelism, where ranks hold pieces of every sequence, or with "
+        "megatron.rope_fusion, which counts positions from the start of each",
     )
     rope_fusion: bool = added(
         False,
-        "TransformerEngine's rotary embedding (one kernel, fp32 cosines and sines) instead of "
-        "Megatron's (in megatron.param_dtype, as the engines have them); kl/rollout shows which "
-        "agrees better with the engines; without effect where layers are not "
-        "TransformerEngine's, refused where yarn or longrope have a factor",
+        "use TransformerEngine's rotary embedding (one kernel, fp32 cosines and sines) instead of "
+        "Megatron's (in megatron.param_dtype, as in the engines); kl/rollout shows which agrees "
+        "better with the engines; no effect without TransformerEngine's layers; an error where "
+        "yarn or longrope have a factor",
     )
     start_timeout_s: Float = added(
-        600, "longest wait for the ranks of one model to load it and to meet, seconds", gt=0
+        600, "longest wait for the ranks of one model to load it and connect, seconds", gt=0
     )
     collective_timeout_s: Float = added(
         600, "longest wait in one collective call before the run fails, seconds", gt=0
@@ -667,7 +669,7 @@ class Lora(Section):
         "ds.lora.rank | ds.lora.path": ("dropout",),
     }
 
-    rank: Int = option(0, "rank of the adapters; 0: the weights themselves are trained", ge=0)
+    rank: Int = option(0, "rank of the adapters; 0 = train the weights themselves", ge=0)
     alpha: Int = option(16, "the adapters' product is multiplied by alpha / rank", gt=0)
     target_modules: str | tuple[str, ...] = option(
         "all-linear",
@@ -676,15 +678,15 @@ class Lora(Section):
     )
     dropout: Float = option(
         0,
-        "share of an adapter's inputs that training sets to zero; log-probs are computed "
-        "without, so that ratios are not 1 in the first update",
+        "share of an adapter's inputs set to zero in training; log-probs are computed without "
+        "dropout, so ratios are not 1 in the first update",
         ge=0,
         lt=1,
     )
     path: str | None = added(
         None,
-        "folder of a peft adapter to start from; it says rank, alpha and target modules, and "
-        "where ds.lora.rank is set too they have to be the same",
+        "folder of a PEFT adapter to start from; it sets rank, alpha and target modules; if "
+        "ds.lora.rank is set too, they must be the same",
         path="input",
     )
 
@@ -706,8 +708,9 @@ class DeepSpeedTraining(Section):
         2,
         "ZeRO stage",
         why=_NO_DEEPSPEED,
-        instead="megatron.distributed_optimizer_enable shards optimizer states, and megatron.layout "
-        "auto cuts the parameters where they do not fit whole; both are the default",
+        instead="megatron.distributed_optimizer_enable shards optimizer states, and "
+        "megatron.layout auto splits the parameters if they do not fit; both are the "
+        "default",
     )
     deepcompile: bool = no_meaning(False, "DeepCompile", why=_NO_DEEPSPEED, instead="leave it out")
     param_dtype: Literal["bf16", "fp16"] = no_meaning(
@@ -724,15 +727,15 @@ class DeepSpeedTraining(Section):
     )
     adam_offload: bool = option(
         False,
-        "Adam's states (moments, fp32 master weights) of policy and critic wait in host memory "
-        "and pass over the GPU in blocks at an update, with the same results to the last bit: "
-        "saves the GPU up to 12 bytes for each parameter of a rank, and an update takes seconds "
+        "keep Adam's states (moments, fp32 master weights) of policy and critic in host memory "
+        "and stream them through the GPU in blocks at an update, with bit-identical results: "
+        "saves up to 12 bytes of GPU memory per parameter of a rank, and an update takes seconds "
         "longer",
     )
     attn_implementation: str = no_meaning(
         "flash_attention_2",
         "attention implementation of transformers",
-        why="attention is Megatron's, chosen by device",
+        why="Megatron chooses its attention by device",
         instead="leave it out",
     )
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
@@ -747,7 +750,7 @@ class DeepSpeedTraining(Section):
         False,
         "Liger kernels in transformers models",
         why="transformers does not run the policy",
-        instead="leave it out; the log-probability head here never holds all logits",
+        instead="leave it out; the head here never holds all logits",
     )
     grad_accum_dtype: str | None = no_meaning(
         None,
@@ -776,8 +779,8 @@ class DeepSpeedTraining(Section):
     load_in_4bit: bool = not_yet(
         False,
         "load the base model in 4 bit",
-        why="the frozen weights below adapters are in megatron.param_dtype",
-        instead="leave it out; megatron.layout auto cuts the weights over GPUs",
+        why="the frozen base weights of adapters are in megatron.param_dtype",
+        instead="leave it out; megatron.layout auto splits the weights over GPUs",
     )
     lora: Lora = Lora()
     ring_attn_size: Int = no_meaning(
@@ -798,7 +801,7 @@ class DeepSpeedTraining(Section):
         if self.adam_offload and self.lora.enabled:
             yield (
                 "ds.adam_offload has no effect with ds.lora.*: the optimizer states of adapters "
-                "are small, and stay on the GPU"
+                "are small and stay on the GPU"
             )
 
 
@@ -809,11 +812,11 @@ class DeepSpeed(DeepSpeedTraining):
 
     enable_sleep: bool = option(
         False,
-        "with train.colocate_all: the policy's parameters, gradients and optimizer states wait "
-        "in host memory while the engines sample",
+        "with train.colocate_all: keep the policy's parameters, gradients and optimizer states in "
+        "host memory while the engines sample",
     )
     value_head_prefix: str = option(
         "score",
-        "name of the value head in checkpoints of critic and reward model; value_head_prefix of "
-        "their config.json comes first",
+        "name of the value head in checkpoints of critic and reward model; value_head_prefix in "
+        "their config.json takes precedence",
     )

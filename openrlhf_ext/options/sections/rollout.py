@@ -16,22 +16,21 @@ class Vllm(Section):
     needs = {"ds.lora.rank | ds.lora.path": ("lora",)}
 
     num_engines: Int = option(
-        1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13
+        1, "vLLM engines; each has its own GPUs (processes on CPU)", ge=1, le=2**13
     )
     min_engines: Int | None = added(
         None,
-        "engines that are enough: above, one that died or hangs is not waited for, and a new "
-        "one joins when there is room for it (docs/weight_sync.md)",
+        "fewest engines the run goes on with: it does not wait while a dead or hung engine is "
+        "replaced; the new one joins when there is room for it (docs/weight_sync.md)",
         ge=1,
         default_text="vllm.num_engines",
     )
-    tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
+    tensor_parallel_size: Int = option(1, "GPUs per engine (processes on CPU)", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
         "auto",
-        "what carries weights to the engines: gloo through host memory on every device, nccl "
-        "between GPUs, cuda_ipc on GPUs that policy and engines share (train.colocate_all); "
-        "auto = nccl or cuda_ipc on GPUs, gloo elsewhere and in the place of nccl with "
-        "train.full_determinism_enable",
+        "how weights reach the engines: gloo = through host memory, on any device; nccl = between "
+        "GPUs; cuda_ipc = on GPUs that policy and engines share (train.colocate_all); auto = nccl "
+        "or cuda_ipc on GPUs, gloo on CPU and instead of nccl with train.full_determinism_enable",
     )
     sync_with_ray: bool = no_meaning(
         False,
@@ -41,12 +40,12 @@ class Vllm(Section):
     )
     lora: Literal["adapter", "merged"] = added(
         "adapter",
-        "with ds.lora.*, what a weight sync carries: the adapter, which vLLM adds to the base "
-        "that it has read, or the weights with the adapter in them",
+        "with ds.lora.*, what a weight sync sends: the adapter, which vLLM applies to the base "
+        "model it loaded, or the weights with the adapter merged",
     )
     enable_prefix_caching: bool = option(
         False,
-        "reuse the KV cache of common prompt prefixes; dropped after every weight sync; "
+        "reuse the KV cache of common prompt prefixes; cleared after every weight sync; "
         "train.routing_replay rollout needs it",
     )
     enforce_eager: bool = option(
@@ -54,19 +53,19 @@ class Vllm(Section):
     )
     max_cudagraph_capture_size: Int | None = added(
         None,
-        "requests of a decoding step up to which CUDA graphs are captured; a step of more runs "
-        "without them; without effect on CPU",
+        "largest decoding step, in requests, with a CUDA graph; larger steps run without one; no "
+        "effect on CPU",
         ge=1,
-        default_text="vLLM's: twice vllm.max_num_seqs, at most 512 on Hopper",
+        default_text="vLLM's default: twice vllm.max_num_seqs, at most 512 on Hopper",
     )
     enable_sleep: bool = option(
         False,
-        "with train.colocate_all: the engines give up their memory while the policy trains; "
-        "without effect on CPU",
+        "with train.colocate_all: the engines release their memory while the policy trains; no "
+        "effect on CPU",
     )
     gpu_memory_utilization: Float | None = option(
         None,
-        "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)",
+        "share of a GPU's memory that an engine may use; no effect on CPU (see vllm.kv_cache_mib)",
         gt=0,
         le=1,
         default_text="0.95; 0.8 with train.colocate_all, where the policy keeps some memory for itself",
@@ -76,14 +75,14 @@ class Vllm(Section):
     )
     max_num_seqs: Int | None = added(
         None,
-        "requests that an engine works on at a time",
+        "requests that an engine processes at a time",
         ge=1,
         default_text="1024 on GPU, 256 on CPU",
     )
     max_requests: Int | None = added(
         None,
-        "responses that an engine is asked for at a time; what is more waits in the driver, for "
-        "the engine that is free first",
+        "responses requested from an engine at a time; the rest wait in the driver for the first "
+        "free engine",
         ge=1,
         default_text="vllm.max_num_seqs",
     )
@@ -94,7 +93,7 @@ class Vllm(Section):
         default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
     )
     kv_cache_mib: Int = added(
-        64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1, le=2**20
+        64, "KV cache per engine when it runs on CPU, MiB; no effect on GPU", ge=1, le=2**20
     )
     start_timeout_s: Float = added(
         600,
@@ -103,14 +102,14 @@ class Vllm(Section):
     )
     max_restarts: Int = added(
         3,
-        "how often in a run engines that died or hang are restarted, their prompts being "
-        "sampled again; 0 = the run stops at the first one; not counted is what "
-        "vllm.min_engines does not wait for",
+        "how many times in a run dead or hung engines are restarted and their prompts sampled "
+        "again; 0 = the run stops at the first one; engines that vllm.min_engines does not wait "
+        "for are not counted",
         ge=0,
     )
     hang_timeout_s: Float = added(
         300,
-        "an engine that does not answer for so long, a weight sync apart, counts as hanging, "
+        "time without an answer, outside weight syncs, after which an engine counts as hung, "
         "seconds",
         gt=0,
     )
@@ -127,7 +126,7 @@ class Vllm(Section):
         if self.enforce_eager and self.max_cudagraph_capture_size is not None:
             yield Violation(
                 ("vllm.max_cudagraph_capture_size", "vllm.enforce_eager"),
-                f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, and "
+                f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, but "
                 "vllm.enforce_eager switches CUDA graphs off: leave one of them out",
             )
         sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -135,7 +134,7 @@ class Vllm(Section):
             yield Violation(
                 ("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
                 f"vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got {tokens} "
-                f"and {sequences}; set one of them only",
+                f"and {sequences}; set only one of them",
             )
 
 
@@ -144,33 +143,33 @@ class WeightSync(Section):
 
     bucket_mib: Int = added(
         512,
-        "size of one packed bucket of weights, MiB; two are held at a time on each side",
+        "size of one packed bucket of weights, MiB; each side holds two at a time",
         ge=1,
         le=2**20,
     )
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(
         None,
-        "largest difference, in nats, that rounding may make between the policy's and an "
-        "engine's log-probs of a text of the model's own, mean over its tokens, below -5 in "
-        "proportion; a larger one ends the run. Later on, one above a quarter of this plus "
-        "three times what was found at the start is warned of",
+        "largest difference between the policy's and an engine's log-probs that counts as "
+        "rounding: mean over the tokens of a text from the model itself, nats, relative below -5; "
+        "a larger one ends the run. Later, one above a quarter of this plus three times the "
+        "initial difference causes a warning",
         gt=0,
         default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8 and of a mixture of experts in bf16",
     )
     probe_length: Int | None = added(
         None,
-        "most tokens of the fixed text that is compared after every sync, at most half of them "
-        "of the first prompt; more than a cache block (16 on GPU, 128 on CPU) and 16 prove the "
-        "prefix cache too",
+        "maximum length of the fixed text compared after every sync, tokens; at most half of it "
+        "is from the first prompt; more than a cache block (16 on GPU, 128 on CPU) plus 16 tests "
+        "the prefix cache too",
         ge=2,
         default_text="160, or data.max_len - 1 if that is less",
     )
 
 
 class PenaltyFormula(Section):
-    """A penalty on long responses; of ``reward.length_penalty`` and of an estimator's own. Lengths
-    are in tokens."""
+    """A penalty on long responses, for ``reward.length_penalty`` and an estimator's own option.
+    Lengths are in tokens."""
 
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {
         "dapo": ("l_max", "l_cache", "factor"),
@@ -179,10 +178,9 @@ class PenaltyFormula(Section):
 
     kind: Literal["none", "dapo", "tan_v1", "grop"] = added(
         "none",
-        "formula of the penalty on long responses; sets length_penalty of the estimator, "
-        "whichever it is",
+        "formula of the penalty on long responses; sets length_penalty of any estimator",
     )
-    on: Literal["all", "correct", "incorrect"] = added("all", "completions it may act on")
+    on: Literal["all", "correct", "incorrect"] = added("all", "completions that it can penalize")
     l_max: Int | None = added(None, "dapo: maximum length, tokens", gt=0)
     l_cache: Int | None = added(None, "dapo: length of the soft interval, tokens", gt=0)
     factor: Float = added(1.0, "dapo: scale of the penalty", ge=0)
@@ -212,7 +210,7 @@ _PENALTY = "reward.length_penalty"
 
 
 class RewardLengthPenalty(PenaltyFormula):
-    """The penalty on long responses, of whichever estimator is chosen."""
+    """The penalty on long responses, for any estimator."""
 
     needs = {
         f"{_PENALTY}.kind!=none": ("on",),
@@ -225,12 +223,12 @@ class RewardLengthPenalty(PenaltyFormula):
         "grop: share of correct completions of an easy prompt",
         gt=0,
         lt=1,
-        default_text="that of the estimator, 0.75",
+        default_text="the estimator's value, 0.75",
     )
     grop_medium_else: Literal["none", "incorrect"] | None = added(
         None,
-        "grop: who is penalized on a medium prompt with n <= m",
-        default_text="that of the estimator, none",
+        "grop: which completions of a medium prompt with n <= m are penalized",
+        default_text="the estimator's value, none",
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -253,20 +251,20 @@ class Reward(Section):
     num_nodes: Int = option(1, "nodes of the reward model", ge=1, le=2**13)
     num_gpus_per_node: Int = option(
         8,
-        "reward model ranks per node: one per GPU, or one per process on CPU; laid out as the "
-        "policy's",
+        "reward model ranks per node: one per GPU, or one per process on CPU; in the policy's "
+        "layout",
         ge=1,
         le=2**8,
     )
     normalize_enable: bool = option(
         False,
-        "subtract mean and divide by std of config.json: the rewards of the reward model, and "
-        "the values of the critic by those of its own checkpoint; without effect where "
-        "config.json has none",
+        "subtract the mean and divide by the std in config.json: rewards of the reward model, and "
+        "values of the critic with those of its own checkpoint; no effect if config.json has none",
     )
     clip_range: tuple[Float, Float] | None = option(
         None,
-        "LOW HIGH that rewards are clipped to after the estimator's baseline; sets its reward_clip",
+        "LOW HIGH: range that rewards are clipped to after the estimator's baseline; sets its "
+        "reward_clip",
         default_text="-10 10 with OpenRLHF's own estimators",
     )
     overlong_buffer_len: Float | None = option(
@@ -283,22 +281,22 @@ class Reward(Section):
     length_penalty: RewardLengthPenalty = RewardLengthPenalty()
     stop_properly_penalty_coef: Float | None = option(
         None,
-        "reward of truncated responses: times this (0 to 1), or this where it is negative; null "
-        "= as the others; sets stop_properly of the estimator",
+        "reward of truncated responses: multiplied by this (0 to 1), or set to this if it is "
+        "negative; null = unchanged; sets stop_properly of the estimator",
         le=1,
     )
     model_name_or_path: str | None = option(
         None,
-        "folder or hub name of a reward model (a sequence classifier with one label, of the "
-        "policy's tokens), which scores whole batches in the place of reward.remote_url or an "
-        "agent (docs/algorithms.md)",
+        "folder or hub name of a reward model (a sequence classifier with one label and the "
+        "policy's tokens), which scores whole batches instead of reward.remote_url or an agent "
+        "(docs/algorithms.md)",
         path="input",
     )
     remote_url: str | None = option(
         None,
-        "where responses are graded: a .py file that defines reward_func(queries, prompts, "
-        "labels), which gets completions too if it takes them, or a function in verl's or TRL's "
-        "form (docs/migration.md); or the http(s) URLs of reward servers, separated by commas",
+        "what grades responses: a .py file that defines reward_func(queries, prompts, labels), "
+        "optionally with the argument completions, or a function in verl's or TRL's form "
+        "(docs/migration.md); or the http(s) URLs of reward servers, separated by commas",
         path="input",
     )
     offload: bool = option(
@@ -306,31 +304,29 @@ class Reward(Section):
     )
     timeout_s: Float = added(
         30,
-        "longest time one call of the reward function (for each completion that it gets), one "
-        "request to a reward server, or what an agent awaits between two generations may take, "
-        "seconds",
+        "time limit, seconds: for a call of the reward function (per completion in the call), a "
+        "request to a reward server, or what an agent awaits between two generations",
         gt=0,
     )
     max_failures: Int = added(
         10,
-        "failed gradings (exception, NaN, time-out) per engine after which the run stops; each "
-        "is reported",
+        "failed gradings (exception, NaN, timeout) per engine after which the run stops; each is "
+        "reported",
         ge=0,
     )
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
     num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1, le=2**8)
     memory_mib: Int = added(
         4096,
-        "memory that a grader process may take for itself, MiB; a call of the reward function "
-        "that asks for more fails",
+        "private memory limit of a grader process, MiB; a call of the reward function that needs "
+        "more fails",
         ge=64,
         le=2**20,
     )
     environment: tuple[str, ...] = added(
         (),
-        "names of environment variables that grader processes get besides those that every "
-        "program needs (PATH, HOME, LANG, ...) and REWARD_*; other variables, such as keys and "
-        "tokens, are kept from them",
+        "names of environment variables that grader processes get besides the common ones (PATH, "
+        "HOME, LANG, ...) and REWARD_*; they do not get other variables, such as keys and tokens",
     )
 
     @property
@@ -365,7 +361,7 @@ class Rollout(Section):
     batch_size: Int = option(1024, "prompts per batch of rollouts", ge=1)
     vllm_generate_batch_size: Int | None = option(
         None,
-        "prompts per call of the engines; only rollout.batch_size is built",
+        "prompts per call to the engines; only rollout.batch_size is supported",
         ge=1,
         default_text="rollout.batch_size",
     )
@@ -380,25 +376,27 @@ class Rollout(Section):
     )
     top_p: Float = option(
         1.0,
-        "nucleus of sampling; below 1 the engines sample from another distribution than is trained",
+        "nucleus sampling threshold; below 1 the engines sample from another distribution than "
+        "the policy trains",
         gt=0,
         le=1,
     )
     temperature: Float = option(
-        1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0
+        1.0, "sampling temperature; log-probs and entropies use it too", gt=0
     )
     n_samples_per_prompt: Int = option(1, "responses per prompt (size of a group)", ge=1, le=2**16)
     timeout_s: Float = added(1800, "longest wait for one batch of rollouts, seconds", gt=0)
     max_filter_batches: Int = added(
         10,
-        "with algo.dynamic_filtering_enable: batches' worth of prompts (multiples of "
-        "rollout.batch_size) sampled for one step before the run stops with an error",
+        "with algo.dynamic_filtering_enable: most prompts sampled for one step, in multiples of "
+        "rollout.batch_size, before the run stops with an error",
         ge=1,
     )
 
     def cautions(self) -> Iterator[str]:
         if self.top_p < 1:
             yield (
-                f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, "
-                "the policy trains the whole one, so ratios are biased; 1.0 is on-policy"
+                f"rollout.top_p {self.top_p:g} < 1: the engines sample from a truncated "
+                "distribution, but the policy trains the full one, so ratios are biased; 1.0 is "
+                "on-policy"
             )

@@ -24,7 +24,7 @@ from openrlhf_ext.options import (
     required,
 )
 
-_IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
+_IMAGES: Reason = {"why": "only text models are supported", "instead": "leave it out"}
 
 
 def _interval(value: int) -> int:
@@ -40,11 +40,10 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 
 
 CORRIDOR_ABOUT = (
-    "bands of every metric of trusted runs of the same recipe, which openrlhf-ext report "
-    "--write_corridor has made: a step outside of them is a warning with likely causes "
-    "(docs/faults.md)"
+    "file of metric bands from trusted runs of the same recipe, written by openrlhf-ext report "
+    "--write_corridor: a step outside them causes a warning with likely causes (docs/faults.md)"
 )
-CORRIDOR_ACTION_ABOUT = "with train.corridor: warn of a step outside of it, or fail = the run fails"
+CORRIDOR_ACTION_ABOUT = "with train.corridor: warn about a step outside it, or fail = end the run"
 
 
 class Train(Section):
@@ -62,7 +61,7 @@ class Train(Section):
 
     colocate_actor_ref: bool = option(
         False,
-        "keep the reference model with the policy's ranks (in their host memory) although "
+        "keep the reference model with the policy's ranks (in their host memory) even if "
         "ref.num_* is set",
     )
     colocate_critic_reward: bool = option(
@@ -71,63 +70,63 @@ class Train(Section):
     colocate_all: bool = option(
         False,
         "policy ranks and engine workers share GPUs, one of each on every GPU, and other models "
-        "the policy's; engines that sample while it trains have GPUs of their own "
+        "share the policy's; engines that sample while the policy trains have their own GPUs "
         "(docs/modes.md); see ds.enable_sleep and vllm.enable_sleep",
     )
     max_staleness: Int | None = added(
         None,
-        "weight versions that a trained token may lag behind the policy (more: "
-        "train.late_groups); above 0 the engines sample while the policy trains "
-        "(docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
+        "weight versions that a trained token may lag behind the policy (if more: "
+        "train.late_groups); above 0 the engines sample while the policy trains (docs/modes.md), "
+        "and algo.advantage.is_correction_level defaults to token",
         ge=0,
         default_text="0; train.async_queue_size with train.async_enable",
     )
     late_groups: Literal["train", "drop", "wait"] = added(
         "train",
         "what happens to a group that takes longer to sample than train.max_staleness allows: "
-        "it is trained with the importance correction, or dropped, either way it is counted; "
-        "wait = batches in the order of their prompts, each waits for its last group, so that "
-        "none is late",
+        "train = train on it with the importance correction, drop = discard it, both counted; "
+        "wait = keep batches in the order of their prompts and wait for each batch's last group, "
+        "so that none is late",
     )
     async_enable: bool = option(
         False,
         "OpenRLHF's name for train.max_staleness = train.async_queue_size, see "
         "train.partial_rollout_enable",
     )
-    async_queue_size: Int = option(1, "with train.async_enable: train.max_staleness", ge=1)
+    async_queue_size: Int = option(1, "with train.async_enable: value of train.max_staleness", ge=1)
     partial_rollout_enable: bool = option(
         False,
-        "with train.async_enable: replace the engines' weights in the middle of rollouts, which "
-        "then go on, as train.max_staleness alone does; without it a weight sync waits for the "
+        "with train.async_enable: replace the engines' weights during rollouts, which then "
+        "continue, as train.max_staleness alone does; without it a weight sync waits for the "
         "groups in flight",
     )
     routing_replay: Literal["off", "rollout", "policy"] = added(
         "off",
-        "of a mixture of experts: rollout = old log-probs and training take the experts that "
-        "the engine's routers took for each token, weighted by the current router; policy = "
-        "training takes those of the pass of old log-probs; off = the policy's routers choose "
-        "in every pass (docs/algorithms.md)",
+        "for mixtures of experts: rollout = old log-probs and training use the experts that the "
+        "engine's routers chose for each token, weighted by the current router; policy = training "
+        "uses those of the forward pass for old log-probs; off = the policy's routers choose in "
+        "every pass (docs/algorithms.md)",
     )
     enable_ema: bool = option(
         False,
-        "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes for each "
-        "parameter of a rank); checkpoints in Hugging Face form are of it, the engines sample "
+        "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes per "
+        "parameter of a rank); Hugging Face checkpoints contain the average, the engines sample "
         "from the policy",
     )
     ema_beta: Float = option(
-        0.992, "share of the moving average that stays at each optimizer step", ge=0, lt=1
+        0.992, "decay of the moving average at each optimizer step", ge=0, lt=1
     )
     dynamic_batch_enable: bool = option(
         False,
         "fill micro-batches up to a token budget (train.max_tokens_per_gpu, "
-        "rollout.max_tokens_per_gpu) instead of with a number of samples; either way they are "
-        "packed without padding",
+        "rollout.max_tokens_per_gpu) instead of with a fixed number of samples; both are packed "
+        "without padding",
     )
     max_tokens_per_gpu: Int = option(
         16192,
         "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank "
-        "(context-parallel ranks share a micro-batch: times megatron.context_parallel_size in "
-        "all)",
+        "(context-parallel ranks share a micro-batch: megatron.context_parallel_size times as "
+        "many in total)",
         ge=1,
     )
     num_episodes: Int = option(1, "passes over the prompts", ge=1)
@@ -147,10 +146,10 @@ class Train(Section):
     seed: Int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
     full_determinism_enable: bool = option(
         False,
-        "give every request to the engines a seed of its own, so that samples do not depend on "
-        "which engine serves a prompt; on GPUs, vLLM's batch-invariant kernels too (slower), so "
-        "that they do not depend on the requests beside it, and only TransformerEngine's "
-        "deterministic attention (docs/checkpoints.md: what that promises)",
+        "give every request to the engines its own seed, so that samples do not depend on which "
+        "engine serves a prompt; on GPUs, also use vLLM's batch-invariant kernels (slower), so "
+        "that they do not depend on the other requests in a batch, and only TransformerEngine's "
+        "deterministic attention (guarantees: docs/checkpoints.md)",
     )
     drift_check: bool = added(
         False,
@@ -159,35 +158,35 @@ class Train(Section):
     )
     agent_func_path: str | None = option(
         None,
-        "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with "
-        "rewards of their own",
+        "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with their "
+        "own rewards",
         path="input",
     )
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
     max_minutes: Float | None = added(
         None,
-        "the first step that ends so many minutes after the training began is the last one, "
-        "whatever prompts are left; evaluations in between count, those before the first and "
-        "after the last step come on top; a resumed run begins anew",
+        "training stops after the first step that ends this many minutes after its start, even if "
+        "prompts are left; evaluations between steps count, those before the first and after the "
+        "last step do not; a resumed run starts counting anew",
         gt=0,
     )
     max_restarts: Int = added(
         0,
-        "how many times a failed run is started again, from its last checkpoint in ckpt.path",
+        "how many times a failed run is restarted from its last checkpoint in ckpt.path",
         ge=0,
     )
     corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
     corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
     rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(
         None,
-        "the run goes back to its last checkpoint and leaves the prompts out when a step has: "
-        "nan = a loss or gradient that is not finite, spike = see train.spike_factor "
-        "(docs/checkpoints.md); null = nan ends the run",
+        "go back to the last checkpoint and skip the prompts of a step with: nan = a loss or "
+        "gradient that is not finite, spike = see train.spike_factor (docs/checkpoints.md); null "
+        "= nan ends the run",
     )
     spike_factor: Float = added(
         10.0,
-        "a step spikes if its gradient's norm before clipping is above so many times the median "
-        "of the last 20",
+        "a step spikes if its gradient norm before clipping exceeds this many times the median of "
+        "the last 20 steps",
         gt=1,
     )
 
@@ -198,8 +197,8 @@ class Train(Section):
         if self.async_enable and asked is not None and queue_is_set and asked != queue:
             yield Violation(
                 ("train.max_staleness", "train.async_queue_size"),
-                "train.max_staleness and train.async_queue_size are two names of one number, "
-                f"got {asked} and {queue}; leave train.async_queue_size out",
+                "train.max_staleness and train.async_queue_size are two names for one number: got "
+                f"{asked} and {queue}; leave train.async_queue_size out",
             )
         if self.async_enable and asked == 0:
             yield Violation(
@@ -210,12 +209,12 @@ class Train(Section):
 
 
 class Saved(Section):
-    """What is kept on disk, of any run."""
+    """What any run keeps on disk."""
 
     save_steps: Interval = option(
         -1,
-        "training steps between checkpoints that a run can resume from, -1 = none; the last "
-        "weights are kept anyway",
+        "training steps between resumable checkpoints, -1 = none; the final weights are always "
+        "saved",
     )
     path: str = option(
         "./ckpt/checkpoints_ppo_ray",
@@ -223,11 +222,9 @@ class Saved(Section):
         path="output",
     )
     save_hf: bool = option(
-        False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)"
+        False, "also write the checkpoints of ckpt.save_steps in Hugging Face format (weights only)"
     )
-    disable_ds: bool = option(
-        False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf"
-    )
+    disable_ds: bool = option(False, "write no resumable checkpoints, only those of ckpt.save_hf")
     max_num: Int = option(
         3, "checkpoints of ckpt.save_steps kept besides the best ones; the oldest are deleted", ge=1
     )
@@ -248,8 +245,8 @@ class Saved(Section):
     )
     take_over_lock: bool = added(
         False,
-        "start although ckpt.path, ckpt.output_dir or the run folder names a run on another "
-        "host as its holder, because that run has ended",
+        "start even if ckpt.path, ckpt.output_dir or the run folder is locked by a run on another "
+        "host; use it when that run has ended",
     )
     output_dir: str = option(
         "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"
@@ -282,20 +279,21 @@ class Ckpt(Saved):
     }
 
     async_enable: bool = added(
-        False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
+        False,
+        "write checkpoints while training continues, from a copy in host memory; one at a time",
     )
     grace_s: Float = added(
         20,
-        "after SIGTERM: seconds in which the step under way may end and its checkpoint be "
-        "written, before the run ends (docs/checkpoints.md); 0 = no checkpoint is written then",
+        "after SIGTERM: seconds for the current step to end and its checkpoint to be written "
+        "before the run ends (docs/checkpoints.md); 0 = write no checkpoint",
         ge=0,
     )
     best_metric_key: str = option(
         "",
-        "metric (more is better) whose best checkpoints are kept besides the newest ones: of "
+        "metric (higher is better) whose best checkpoints are kept besides the newest ones: of "
         "evaluations, such as eval/accuracy, eval/score_mean or eval/NAME/pass@8, or of the "
         "training steps that ckpt.save_steps saves, accuracy/mean, score/mean or reward/mean; "
-        "empty = none are",
+        "empty = none",
     )
     keep_best: Int = added(
         1,
@@ -325,7 +323,7 @@ class Wandb(Section):
 
 
 class Records(Section):
-    """Where numbers go."""
+    """Where metrics go."""
 
     needs = {"logger.wandb.key | logger.tensorboard_dir": ("logging_steps",)}
 
@@ -342,7 +340,7 @@ class Records(Section):
     )
     figure_path: str | None = added(
         None,
-        "figure (PNG) of what is learned, rewritten as the run goes",
+        "figure (PNG) of the training curves, updated during the run",
         path="output",
         default_text="<ckpt.output_dir>/training.png",
     )
@@ -354,36 +352,36 @@ class Records(Section):
 
 
 class Logger(Records):
-    """Where numbers go, and completions."""
+    """Where metrics and completions go."""
 
     samples_every: Interval | None = added(
         None,
-        "training steps between those whose completions are kept beside the metrics, in "
-        "samples.jsonl, and the first step's are; -1 = none",
+        "training steps between those whose completions are saved in samples.jsonl beside the "
+        "metrics; the first step's always are; -1 = none",
         default_text="a twentieth of the run",
     )
     samples_groups: Int = added(
         2,
-        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, "
-        "whatever their size",
+        "groups of completions saved per such step, fewer if they are long; 0 = all of them, of "
+        "any size",
         ge=0,
     )
     peak_tflops: Float | None = added(
         None,
-        "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is "
+        "peak TFLOP/s of one device, for the MFU; null = dense bf16 peak of the GPU if it is "
         "known and megatron.param_dtype is bf16, no MFU on CPU",
         gt=0,
     )
 
 
 class Profile(Section):
-    """Where the seconds of single steps go."""
+    """Where the time of single steps goes."""
 
     needs = {"profile.steps": ("ranks",)}
 
     steps: str | None = added(
         None,
-        "training steps in which policy ranks are profiled, such as 5 or 5-7: traces and a "
+        "training steps in which policy ranks are profiled, such as 5 or 5-7; writes traces and a "
         "table beside the metrics (docs/report.md); null = none",
     )
     ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added(
@@ -434,8 +432,8 @@ class Texts(Section):
     def cautions(self) -> Iterator[str]:
         if "\\n" in (self.input_template or ""):
             yield (
-                "data.input_template contains a backslash and an n: write a line break ($'\\n' "
-                "in bash)"
+                "data.input_template contains a backslash and an n, not a line break: write one as "
+                "($'\\n' in bash)"
             )
 
 
@@ -446,7 +444,7 @@ class Data(Texts):
 
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
-    max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
+    max_samples: Int = option(int(1e8), "prompts used from the dataset", ge=1)
     prompt_dataset: str | None = option(
         None,
         "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several "
@@ -454,12 +452,12 @@ class Data(Texts):
         path="input",
     )
     prompt_probs: str | None = option(
-        None, "share of each dataset, separated by commas; null = concatenate"
+        None, "shares of the datasets, separated by commas; null = concatenate"
     )
     prompt_split: str = option("train", "split of data.prompt_dataset")
     input_key: str = option("input", "key of the prompt in a record")
     label_key: str | None = option(None, "key of the reference answer in a record; null = no label")
-    apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
+    apply_chat_template: bool = option(False, "apply the tokenizer's chat template to prompts")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
     overlong_prompts: Literal["skip", "error"] = added(

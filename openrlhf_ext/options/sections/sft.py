@@ -23,21 +23,20 @@ from openrlhf_ext.options.sections.run import (
 
 
 class Model(TrainedModel):
-    """The model under training."""
+    """The model being trained."""
 
     num_gpus_per_node: Int | None = added(
         None,
         "ranks that the command starts on this machine, one per GPU, or one per process on CPU; "
-        "torchrun and other launchers, which start the command once for every rank, say it "
-        "themselves",
+        "torchrun and other launchers, which start the command once per rank, set it themselves",
         ge=1,
         le=2**8,
-        default_text="the GPUs of this machine, 1 without any",
+        default_text="the number of GPUs of this machine, 1 without GPUs",
     )
     pretrain_mode_enable: bool = option(
         False,
-        "train on every token of data.input_key as it stands: continued pretraining, without "
-        "template and answers",
+        "train on every token of data.input_key as it is: continued pretraining, without template "
+        "or answers",
     )
 
 
@@ -63,21 +62,21 @@ class SupervisedData(Texts):
         path="input",
     )
     dataset_probs: str | None = option(
-        None, "share of each dataset, separated by commas; null = concatenate"
+        None, "shares of the datasets, separated by commas; null = concatenate"
     )
     dataset_split: str = option("train", "split of data.dataset")
-    max_samples: Int = option(1000000, "examples used of the dataset", ge=1)
+    max_samples: Int = option(1000000, "examples used from the dataset", ge=1)
     max_len: Int = option(
         2048,
-        "longest example, prompt and answer together, tokens: what is longer is cut, and "
-        "examples whose prompt leaves no room for an answer are skipped; see data.cut_answers",
+        "longest example, prompt and answer together, tokens: longer ones are cut, and examples "
+        "whose prompt leaves no room for an answer are skipped; see data.cut_answers",
         ge=4,
     )
     input_key: str = option(
         "input",
         "key of the prompt in a record; with data.apply_chat_template it may be a list of "
-        "messages, without data.output_key it is the whole chat, whose last message is the "
-        "answer",
+        "messages; without data.output_key that list is the whole chat, and its last message is "
+        "the answer",
     )
     output_key: str | None = option(None, "key of the answer in a record")
     input_template: str | None = option(
@@ -86,17 +85,17 @@ class SupervisedData(Texts):
         "prompt; null = none",
         default_text="User: {}\\nAssistant: ",
     )
-    apply_chat_template: bool = option(False, "put examples through the tokenizer's chat template")
+    apply_chat_template: bool = option(False, "apply the tokenizer's chat template to examples")
     cut_answers: Literal["open", "end"] = added(
         "open",
-        "answers that data.max_len cuts: open trains what is left of them, end makes the last "
-        "token the end token, as OpenRLHF does",
+        "answers that data.max_len cuts: open = train on what is left; end = also replace the "
+        "last token by the end token, as OpenRLHF does",
     )
     tokenizer_chat_template: str | None = option(
         None, "chat template instead of the tokenizer's own"
     )
     multiturn: bool = option(
-        False, "train on every message of the assistant in a chat instead of the last one"
+        False, "train on every assistant message of a chat instead of only the last one"
     )
     dataloader_num_workers: Int = no_meaning(
         0,
@@ -110,8 +109,8 @@ class SupervisedData(Texts):
         if self.multiturn and not self.apply_chat_template:
             yield Violation(
                 ("data.multiturn", "data.apply_chat_template"),
-                "data.multiturn needs data.apply_chat_template, which says where a turn begins: "
-                "got true and false; switch it on",
+                "data.multiturn needs data.apply_chat_template, which shows where a turn begins: "
+                "got true and false; set data.apply_chat_template",
             )
 
 
@@ -138,20 +137,20 @@ class SupervisedTrain(Section):
     dynamic_batch_enable: bool = added(
         False,
         "fill micro-batches up to a token budget (train.max_tokens_per_gpu) instead of with a "
-        "number of examples",
+        "fixed number of examples",
     )
     max_tokens_per_gpu: Int = added(
         16192,
         "with train.dynamic_batch_enable: tokens of a micro-batch on one rank (context-parallel "
-        "ranks share a micro-batch: times megatron.context_parallel_size in all)",
+        "ranks share a micro-batch: megatron.context_parallel_size times as many in total)",
         ge=1,
     )
     max_epochs: Int = option(2, "passes over the examples", ge=1)
-    seed: Int = option(42, "seed of the order of the examples", ge=0, le=2**31 - 1)
+    seed: Int = option(42, "seed of the example order", ge=0, le=2**31 - 1)
     full_determinism_enable: bool = option(
         False,
-        "on GPUs only TransformerEngine's deterministic attention; on CPU training is "
-        "deterministic anyway",
+        "use only TransformerEngine's deterministic attention on GPUs; training on CPU is always "
+        "deterministic",
     )
     corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
     corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
@@ -164,8 +163,8 @@ class SupervisedEval(Section):
 
     steps: Interval = option(
         -1,
-        "optimizer steps between evaluations of eval.dataset, -1 = after every pass; before the "
-        "first step there is one in any case",
+        "optimizer steps between evaluations of eval.dataset, -1 = after every pass; there is "
+        "always one before the first step",
     )
     dataset: str | None = option(
         None, "held-out examples; same forms as data.dataset", path="input"
@@ -210,7 +209,7 @@ class SupervisedWandb(Wandb):
 
 
 class SupervisedLogger(Records):
-    """Where numbers go."""
+    """Where metrics go."""
 
     wandb: SupervisedWandb = SupervisedWandb()
 

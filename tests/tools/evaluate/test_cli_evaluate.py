@@ -182,7 +182,7 @@ def test_unmet_requirements_exit_with_1_and_say_so(
     )
     complaints = capsys.readouterr().err
     assert (
-        "--min_gain asks for 25.0" in complaints
+        "--min_gain requires 25.0" in complaints
         and "standard errors away from --expect_accuracy" in complaints
     )
 
