@@ -88,15 +88,14 @@ class GpuHost:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
         libraries = ", ".join(self.cudnn_libraries) or "not found as a file"
         return [
             ("CUDA of torch", self.cuda),
             ("driver", self.driver or "unknown"),
-            ("cuDNN", f"{'.'.join(map(str, self.cudnn))} ({libraries})"),
+            ("cuDNN", f"{_dotted(self.cudnn)} ({libraries})"),
             ("gcc", self.compiler or "absent"),
             ("Python.h", self.python_header or "absent"),
-            ("TransformerEngine", engine or "absent"),
+            ("TransformerEngine", self._engine_parts or "absent"),
             ("ptrace_scope", str(self.ptrace_scope)),
             ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"),
             ("NUMA nodes", self.numa),
@@ -115,9 +114,9 @@ class GpuHost:
             yield f"the driver is {self.driver}, torch's CUDA {self.cuda} needs {oldest} or newer"
         if self.cudnn[:2] < OLDEST_CUDNN:
             yield (
-                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, "
-                f"{'.'.join(map(str, OLDEST_CUDNN))} or newer is needed: older ones give NaN "
-                "with packed sequences and context parallelism on Hopper"
+                f"cuDNN {_dotted(self.cudnn)} is loaded, {_dotted(OLDEST_CUDNN)} or newer is "
+                "needed: older ones give NaN with packed sequences and context parallelism on "
+                "Hopper"
             )
         if len(self.cudnn_libraries) > 1:
             yield (
@@ -139,6 +138,10 @@ class GpuHost:
             )
         yield from self._engine_problems(cuda_major)
 
+    @property
+    def _engine_parts(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
+
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
         found = self.transformer_engine
         cores = [name for name in found if re.fullmatch(r"transformer-engine-cu\d+", name)]
@@ -152,10 +155,9 @@ class GpuHost:
         if found and "transformer-engine-torch" not in found:
             yield "transformer-engine-torch is missing: TransformerEngine cannot be used without it"
         if len(set(found.values())) > 1:
-            described = ", ".join(f"{name} {version}" for name, version in found.items())
             yield (
                 "the parts of TransformerEngine must be of one version, it refuses others: "
-                f"{described}"
+                f"{self._engine_parts}"
             )
         if self.engine_error is not None:
             yield (
@@ -164,6 +166,10 @@ class GpuHost:
                 "that is installed; remove .setup/transformer_engine in the environment and run "
                 "the set-up again"
             )
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def examine_gpu_host() -> GpuHost:
@@ -214,7 +220,7 @@ def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
     version = tuple(int(part) for part in re.findall(r"\d+", ray or "")[:2])
     lacking = []
     if version < _RAY_OF_RDT:
-        lacking.append(f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}")
+        lacking.append(f"it needs ray {_dotted(_RAY_OF_RDT)}, got {ray}")
     if not nixl:
         lacking.append("it needs nixl, which is absent")
     return "; ".join(lacking) or "its packages are there"
@@ -495,7 +501,7 @@ def _kernel(name: str, available: bool, present: str, absent: str) -> KernelChec
 def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
         yield (
-            f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is "
+            f"Python {_dotted(MINIMUM_PYTHON)} or newer is needed, this is "
             f"{platform.python_version()}"
         )
     if not packages:

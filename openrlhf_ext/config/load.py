@@ -83,7 +83,7 @@ _TAG = "tag:yaml.org,2002:"
 _FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}
 _FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
 # "<<" is not a scalar of this schema; the loader of studies reads it.
-_FORMS |= {f"{_TAG}merge": re.compile("<<")}
+_FORMS[f"{_TAG}merge"] = re.compile("<<")
 _FILE_BYTES = 1 << 20
 # The longest configuration of this repository has 5 levels and some 200 values.
 _LEVELS, _NODES = 20, 20_000
@@ -209,7 +209,9 @@ class _YamlReader:
     """Walks the nodes of one file and keeps the line of every value."""
 
     def __init__(self, path: str, loader: ConfigLoader, table: OptionTable) -> None:
-        self.path, self.loader, self.table = path, loader, table
+        self.path = path
+        self.loader = loader
+        self.table = table
         self.violations: list[Violation] = []
         self._lines: dict[str, int] = {}
 
@@ -284,7 +286,9 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
     option = table.find(name)
     switch = table.find(table.called(name.removeprefix("no-")))
     if option is None and switch is not None and switch.arity == "flag" and not words:  # --no-NAME
-        option, name, words = switch, switch.name, ["false"]
+        option = switch
+        name = switch.name
+        words = ["false"]
     if option is None and not _is_earlier(name, table):
         # Reported later, together with the unknown names of the files.
         line.settings.append(Setting(name, words, COMMAND_LINE))
@@ -430,10 +434,9 @@ def load_config(
     Without ``files``, data, reward and outputs are neither required nor checked. ``how``: see
     :func:`load`.
     """
-    rules: list[Rules[RunConfig]] = [check_config if files else check_settings]
-    if more_rules is not None:
-        rules.append(more_rules)
-    return load(RunConfig, argv, rules, **how)
+    rule = check_config if files else check_settings
+    more = () if more_rules is None else (more_rules,)
+    return load(RunConfig, argv, [rule, *more], **how)
 
 
 def build_config(
@@ -628,16 +631,13 @@ def _says(draft: Draft, flag: str) -> bool:
 
 def as_chosen(draft: Draft, made: Mapping[str, Any]) -> None:
     """Applies the options that ``megatron.layout auto`` chose."""
-    draft.origins |= {
-        name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins
-    }
+    for name in made:
+        if name in draft.origins:
+            instead = f"{value_text(draft.values[name])} ({draft.origins[name]})"
+            draft.origins[name] = f"{CHOSEN}, instead of {instead}"
+        elif len(made) > 1:
+            draft.origins[name] = CHOSEN
     draft.values |= made
-
-
-def _chosen_origin(draft: Draft, name: str) -> str:
-    if name not in draft.origins:
-        return CHOSEN
-    return f"{CHOSEN}, instead of {value_text(draft.values[name])} ({draft.origins[name]})"
 
 
 def resolve_paths(draft: Draft) -> None:

@@ -138,7 +138,8 @@ def _is_right(response: Response) -> bool:
 
 
 def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
-    right, votes = [], []
+    right = []
+    votes = []
     for group in groups:
         is_right = [_is_right(response) for response in group.responses]
         stated = stated_answers(texts(group.responses), is_right)

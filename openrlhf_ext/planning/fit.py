@@ -239,14 +239,9 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 def findings(config: TrainedConfig) -> Findings:
     """For ``load(rules=...)``: finds states that exceed a GPU, and reports what
     ``megatron.layout auto`` chose."""
+    is_run = isinstance(config, RunConfig)
     run = config.as_run()
-    if not isinstance(config, RunConfig):
-        found = _laid_out(run)
-        if found is None:
-            return Findings((), ())
-        of_rank = _rank_too_large(*found, config.names_in_run)
-        return Findings((*of_rank, *_host_too_small(found[1])), ())
-    if config.megatron.layout == "auto":
+    if is_run and run.megatron.layout == "auto":
         later = (
             "megatron.layout auto: the sizes are chosen once the model's config.json is here, "
             "at the start of the run"
@@ -254,13 +249,15 @@ def findings(config: TrainedConfig) -> Findings:
         return Findings((), (later,))
     if (found := _laid_out(run)) is None:
         return Findings((), ())
-    violations = (
-        *_engine_too_large(*found[1:]),
-        *_rank_too_large(*found, {}),
-        *_host_too_small(found[1]),
-    )
+
+    planner, laid_out, device = found
+    of_rank = _rank_too_large(planner, laid_out, device, config.names_in_run)
+    violations = (*of_rank, *_host_too_small(laid_out))
+    if not is_run:
+        return Findings(violations, ())
+    violations = (*_engine_too_large(laid_out, device), *violations)
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
-    warnings = (_chosen(run, *found[1:]),) if is_chosen and not violations else ()
+    warnings = (_chosen(run, laid_out, device),) if is_chosen and not violations else ()
     return Findings(violations, warnings)
 
 

@@ -12,10 +12,10 @@ parallelism (docs/scaling.md), but not with FP8.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -239,37 +239,32 @@ def _buffer(
     unit = _PARAMETER_UNIT if distributed else 1
     bucket_unit = math.lcm(shards, _BUCKET_UNIT) if distributed else 1
     places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    start = position = 0
-
-    def close(end: int) -> int:
-        nonlocal start
-        buckets.append((start, _up(end, bucket_unit)))
-        start = buckets[-1][1]
-        return start
-
+    ends = [0]  # of the complete buckets
+    position = 0
     for name, count in reversed(named):
         position = _up(position, unit)
         is_embedding = name in ("embedding.word_embeddings.weight", "output_layer.weight")
         alone = tied and distributed and is_embedding
-        if alone and position > start:
-            position = close(places[-1][1])
+        if alone and position > ends[-1]:
+            position = _up(places[-1][1], bucket_unit)
+            ends.append(position)
         places.append((position, position + count))
         position += count
-        if alone or (bucket_size is not None and position - start >= bucket_size):
-            position = close(position)
-    if position > start:
-        close(position)
-    return buckets[-1][1], _owned(np.array(places), buckets, shards)
+        if alone or (bucket_size is not None and position - ends[-1] >= bucket_size):
+            position = _up(position, bucket_unit)
+            ends.append(position)
+    if position > ends[-1]:
+        ends.append(_up(position, bucket_unit))
+    return ends[-1], _owned(np.array(places), ends, shards)
 
 
 def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> np.ndarray:
+def _owned(places: np.ndarray, ends: Sequence[int], shards: int) -> np.ndarray:
     owned = np.zeros(shards, dtype=np.int64)
-    for start, end in buckets:
+    for start, end in pairwise(ends):
         part = (end - start) // shards
         for rank in range(shards):
             low = start + rank * part
@@ -346,27 +341,29 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    tokens, tp, e = work.tokens, layout.tensor_parallel_size, work.param_bytes
+    tokens = work.tokens
+    tp = layout.tensor_parallel_size
+    entry = work.param_bytes
     rows = layout.rows(tokens)
     query = tokens * shape.num_heads * shape.head_dim // tp
     heads = tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     wide = rows * shape.hidden_size
-    rope = tokens * 4 * e * shape.head_dim  # cosines and sines, for queries and for keys
-    linear_input = 1 if work.fp8 else e
-    norm = wide * (e + linear_input) + 4 * rows
-    qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
+    rope = tokens * 4 * entry * shape.head_dim  # cosines and sines, for queries and for keys
+    linear_input = 1 if work.fp8 else entry
+    norm = wide * (entry + linear_input) + 4 * rows
+    qk_norm = (entry * (query + key) + 8 * heads) if shape.qk_norm else 0
     # With recomputation, attention keeps its arguments, whose values are a view of the projection's
     # whole result; and the projection after it keeps the result of attention (measured:
     # docs/scaling.md).
-    kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
+    kept = entry * (2 * query + 3 * key) + (0 if work.fp8 else entry * query)
     # Attention and the projection after it share the result of attention, unless FP8 makes a copy.
-    core = e * (query + 2 * key) + e * query + 4 * heads
+    core = entry * (query + 2 * key) + entry * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp = norm + shape.mlp.activation_bytes(tokens, layout, e, linear_input)
-    final = wide * e + 4 * rows
+    mlp = norm + shape.mlp.activation_bytes(tokens, layout, entry, linear_input)
+    final = wide * entry + 4 * rows
     mlp_kept = norm if shape.mlp.is_mixture else None
-    return LayerActivations(wide * e, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
+    return LayerActivations(wide * entry, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
 
 
 def activations(
@@ -503,7 +500,7 @@ class Moment:
 
     @property
     def largest(self) -> str:
-        return max(self.parts, key=lambda name: self.parts[name])
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 TOTAL = attrgetter("total")
@@ -581,7 +578,9 @@ class TrainedModel:
     def micro_batches(self, samples: int, forward_only: bool = False) -> tuple[int, float]:
         """Number of micro-batches of a data-parallel rank, and the sequences in each; interleaved
         schedules take whole rounds of the stages."""
-        layout, train, rollout = self.layout, self.config.train, self.config.rollout
+        layout = self.layout
+        train = self.config.train
+        rollout = self.config.rollout
         if self.budget is None:
             sequences = rollout.micro_batch_size if forward_only else train.micro_batch_size
         else:
@@ -597,7 +596,8 @@ class TrainedModel:
     def _tokens(self) -> int:
         """Tokens of the largest micro-batch on a rank; a sequence that exceeds the budget is its
         own micro-batch."""
-        longest, cp = self.config.data.max_len, self.layout.context_parallel_size
+        longest = self.config.data.max_len
+        cp = self.layout.context_parallel_size
         if self.budget is not None:
             return max(self.budget, math.ceil(longest / cp))
         return math.ceil(self.config.train.micro_batch_size * longest / cp)
@@ -669,7 +669,8 @@ def moments(
     """
     beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
     staging = 2 * min(config.weight_sync.bucket_mib << 20, sent)
-    (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
+    states, working = policy
+    critic_states, critic_working = critic or ({}, {})
     if not config.engines_share_gpus:
         buffers = {"buffers of the weight sync": staging}
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process

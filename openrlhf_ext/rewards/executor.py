@@ -204,18 +204,14 @@ class GradedSingleTurnExecutor(GradedExecutor):
         ids = ids[max(0, len(ids) - (sampling.max_len - room)) :]
         # Only log-probs of the sampled tokens, as one flat list.
         asked = {"max_tokens": room, "detokenize": False, "logprobs": 0, "flat_logprobs": True}
-        params = [
-            engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
-            for sample in range(request.samples)
-        ]
-
         group = Group(request.samples)
         responses = []
-        for sample, own_params in enumerate(params):
-            grade = partial(self._grade, request, group, sample, tokenizer)
-            response = self._respond(ids, engine, own_params, grade)
-            responses.append(asyncio.ensure_future(response))
         try:
+            for sample in range(request.samples):
+                params = engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
+                grade = partial(self._grade, request, group, sample, tokenizer)
+                response = self._respond(ids, engine, params, grade)
+                responses.append(asyncio.ensure_future(response))
             return await asyncio.gather(*responses)
         finally:
             for future in responses:  # after one has failed, others may wait for it

@@ -121,7 +121,8 @@ class SequenceBatch(Packed):
     def repeated(self, rows: Iterable[int]) -> list[int]:
         """Returns, for each of these rows, how many leading tokens an earlier row shares: its
         prompt, or 0."""
-        seen, counts = set(), []
+        seen = set()
+        counts = []
         for row in rows:
             first = int(self.prompts.first_B[row])
             shared = int(self.prompts.tokens_B[row]) if first in seen else 0
@@ -131,11 +132,13 @@ class SequenceBatch(Packed):
 
     def select(self, rows: RowSelection) -> SequenceBatch:
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
-        experts_MYK, told_B, routed_B = self.experts_MYK, self.told_B, self.routed_B
+        experts_MYK = self.experts_MYK
         if experts_MYK is not None:
             experts_MYK = self.sequences.take(experts_MYK, rows)
+        told_B = self.told_B
         if told_B is not None:
             told_B = told_B[index]
+        routed_B = self.routed_B
         if routed_B is not None:
             routed_B = tuple(routed_B[row] for row in torch.arange(len(self))[index])
         return SequenceBatch(

@@ -72,7 +72,8 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
         squares = math.fsum((share - center) ** 2 for share in shares)
         squared_error = squares / (problems - 1) / problems
         effect = min(max(squared_error * (problems * draws - 1) / spread, 1.0), effect)
-    size, z = problems * draws / effect, _QUANTILE
+    size = problems * draws / effect
+    z = _QUANTILE
     middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
     return min(center, middle - half), max(center, middle + half)
@@ -149,7 +150,8 @@ def summarize(
     """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
     flat = list(chain.from_iterable(groups))
-    right, votes = [], []
+    right = []
+    votes = []
     for group in groups:
         is_right = [bool(completion["score"] >= SOLVED) for completion in group]
         stated = [completion["vote"] for completion in group]
@@ -158,7 +160,8 @@ def summarize(
 
     samples = len(groups[0])
     passes = passes_at_k(right, ks)
-    chances, ties = {}, {}
+    chances = {}
+    ties = {}
     for k, counted in majorities(votes, sorted({*ks, samples})).items():
         chances[k] = [chance for chance, _ in counted]
         ties[k] = fmean(tie for _, tie in counted)
@@ -290,17 +293,15 @@ def _shares(result: Mapping[str, Any]) -> dict[str, float]:
 
 def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
     found = [
-        ("mean score", result.score_mean, 1, "{:.3f}"),
-        ("mean reward", result.reward_mean, 1, "{:.3f}"),
-        ("length", result.response_length_mean, 1, "{:.1f} tokens"),
-        ("ended", result.ended, 100, "{:.1f} %"),
-        *((f"reward log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
+        ("mean score", f"{result.score_mean:.3f}"),
+        ("mean reward", f"{result.reward_mean:.3f}"),
     ]
-    return [
-        (name, form.format(scale * value))
-        for name, value, scale, form in found
-        if value is not None
-    ]
+    if result.response_length_mean is not None:
+        found.append(("length", f"{result.response_length_mean:.1f} tokens"))
+    if result.ended is not None:
+        found.append(("ended", _percent(result.ended)))
+    found += [(f"reward log {name}", f"{value:.4g}") for name, value in result.extra_logs.items()]
+    return found
 
 
 def notes(result: EvaluationResult) -> list[str]:
@@ -336,13 +337,11 @@ def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) 
             lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
         grade = f"score {sample['score']:g}" if sample["graded"] else "not graded"
         lines.append(("completion", f"[{grade}] {sample['completion']}"))
-        texts = [
-            shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ")
-            for _, text in lines
-        ]
-        parts.append(
-            "\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True))
-        )
+        shown = []
+        for name, text in lines:
+            short = shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ")
+            shown.append(f"{name:<11} {short}")
+        parts.append("\n".join(shown))
     return "\n\n".join(parts)
 
 
@@ -358,5 +357,11 @@ def _percent(value: float) -> str:
 
 def _sample(problem: Mapping[str, Any]) -> dict[str, Any]:
     first = problem["completions"][0]
-    sample = {"prompt": problem["prompt"], "completion": first["text"], "label": problem["label"]}
-    return sample | {name: first[name] for name in ("reward", "score", "graded")}
+    return {
+        "prompt": problem["prompt"],
+        "completion": first["text"],
+        "label": problem["label"],
+        "reward": first["reward"],
+        "score": first["score"],
+        "graded": first["graded"],
+    }

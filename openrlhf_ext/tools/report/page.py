@@ -170,12 +170,14 @@ def _read_run(folder: Path, name: str) -> Run:
 def _ledger(path: Path, missing: list[str]) -> list[str]:
     """What the check says; nothing of runs that have no ledger: supervised ones and those of
     earlier releases."""
+    if not path.exists():
+        return []
     try:
-        audit = Audit(path) if path.exists() else None
+        audit = Audit(path)
     except InputError as error:
         missing.append(f"{error}: what became of the prompts is not known.")
         return []
-    return [] if audit is None else [*audit.lines, *audit.faults[:_LISTED_FAULTS]]
+    return [*audit.lines, *audit.faults[:_LISTED_FAULTS]]
 
 
 def _optional(
@@ -334,9 +336,10 @@ def _first_and_last(run: Run, name: str, window: int) -> Record | None:
     present = [record for record in run.records if name in record]
     if not present:
         return None
-    stderr = _number(present[-1].get(f"{name}_stderr", math.nan))
+    error = f"{name}_stderr"
+    stderr = _number(present[-1].get(error, math.nan))
     count = 1
-    if f"{name}_stderr" not in present[-1]:
+    if error not in present[-1]:
         # of a short run at most a quarter on either side: otherwise the first and the last would be
         # the same steps
         count = max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
@@ -391,11 +394,7 @@ def _metric_of(name: str) -> Metric | None:
 
 def _key_curves(names: Sequence[str]) -> list[str]:
     """The curves in front, the accuracy of each named held-out set behind the mean of them."""
-    sets = [
-        name
-        for name in names
-        if name.startswith("eval/") and name.endswith("/accuracy") and name.count("/") == 2
-    ]
+    sets = [name for name in names if re.fullmatch("eval/[^/]*/accuracy", name)]
     place = _KEY_CURVES.index("eval/accuracy") + 1
     keys = (*_KEY_CURVES[:place], *sets, *_KEY_CURVES[place:])
     return [name for name in keys if name in names]
@@ -450,14 +449,16 @@ def _chart(name: str, runs: Sequence[Run], window: int) -> Record:
 def _line(run: Run, name: str, window: int) -> Record:
     """A curve's points; where the run tells their standard errors, these instead of a moving
     mean."""
-    steps, values = [], []
+    steps = []
+    values = []
+    error = f"{name}_stderr"
     errors = {}
     for record in run.records:
         if name in record:
             steps.append(record["step"])
             values.append(record[name])
-            if f"{name}_stderr" in record:
-                errors[record["step"]] = _number(record[f"{name}_stderr"])
+            if error in record:
+                errors[record["step"]] = _number(record[error])
 
     raw = thinned(steps, values)
     if errors:
@@ -568,12 +569,12 @@ def _events(run: Run) -> Record:
     """Events to be listed, newest last; groups that were dropped or late are many, and are added
     up."""
     listed = [event for event in run.events if event["event"] not in _COUNTED]
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for event in run.events:
         if event["event"] in _COUNTED:
             for name in ("filtered", "late", "unstarted", "skipped", "count"):
                 kind = "trained late" if name == "count" else f"dropped, {name}"
-                counts[kind] = counts.get(kind, 0) + event.get(name, 0)
+                counts[kind] += event.get(name, 0)
     return {
         "left_out": max(0, len(listed) - _LISTED_EVENTS),
         "counts": {kind: count for kind, count in counts.items() if count},
@@ -609,7 +610,7 @@ def _facts_text(event: Record) -> str:
             times = f"{fact('over_mean', math.nan):.1f} times the mean"
             return f"policy rank {fact('rank')} on {fact('host')}, {times}"
     facts = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
-    return ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
+    return _short(facts)
 
 
 def _short(value: Any) -> str:
