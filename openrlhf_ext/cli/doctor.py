@@ -88,18 +88,14 @@ class GpuHost:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
+        libraries = ", ".join(self.cudnn_libraries) or "not found as a file"
         return [
             ("CUDA of torch", self.cuda),
             ("driver", self.driver or "unknown"),
-            (
-                "cuDNN",
-                f"{'.'.join(map(str, self.cudnn))} "
-                f"({', '.join(self.cudnn_libraries) or 'not found as a file'})",
-            ),
+            ("cuDNN", f"{_dotted(self.cudnn)} ({libraries})"),
             ("gcc", self.compiler or "absent"),
             ("Python.h", self.python_header or "absent"),
-            ("TransformerEngine", engine or "absent"),
+            ("TransformerEngine", self._engine_parts or "absent"),
             ("ptrace_scope", str(self.ptrace_scope)),
             ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"),
             ("NUMA nodes", self.numa),
@@ -120,9 +116,9 @@ class GpuHost:
             )
         if self.cudnn[:2] < OLDEST_CUDNN:
             yield (
-                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, but "
-                f"{'.'.join(map(str, OLDEST_CUDNN))} or newer is needed: older ones give NaN with "
-                "packed sequences and context parallelism on Hopper"
+                f"cuDNN {_dotted(self.cudnn)} is loaded, but {_dotted(OLDEST_CUDNN)} or newer is "
+                "needed: older ones give NaN with packed sequences and context parallelism on "
+                "Hopper"
             )
         if len(self.cudnn_libraries) > 1:
             yield (
@@ -147,6 +143,10 @@ class GpuHost:
             )
         yield from self._engine_problems(cuda_major)
 
+    @property
+    def _engine_parts(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
+
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
         found = self.transformer_engine
         cores = [name for name in found if re.fullmatch(r"transformer-engine-cu\d+", name)]
@@ -160,8 +160,9 @@ class GpuHost:
         if found and "transformer-engine-torch" not in found:
             yield "transformer-engine-torch is missing: TransformerEngine cannot be used without it"
         if len(set(found.values())) > 1:
-            described = ", ".join(f"{name} {version}" for name, version in found.items())
-            yield (f"the parts of TransformerEngine must have the same version: {described}")
+            yield (
+                f"the parts of TransformerEngine must have the same version: {self._engine_parts}"
+            )
         if self.engine_error is not None:
             yield (
                 f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would "
@@ -171,30 +172,36 @@ class GpuHost:
             )
 
 
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
 def examine_gpu_host() -> GpuHost:
     """Look at this machine. Imports torch, and has it load cuDNN."""
     import torch
 
     from openrlhf_ext.rollout.sync.cuda_ipc import ptrace_scope
 
-    number = torch.backends.cudnn.version() or 0
+    cudnn = torch.backends.cudnn.version() or 0
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    python_header = str(header) if header.is_file() else None
     names = (
         "transformer-engine",
         "transformer-engine-torch",
         "transformer-engine-cu12",
         "transformer-engine-cu13",
     )
-    header = Path(sysconfig.get_path("include")) / "Python.h"
     engine = {name: version for name in names if (version := installed_version(name)) is not None}
+    engine_error = _engine_error() if engine else None
     return GpuHost(
         cuda=torch.version.cuda or "0",
         driver=_driver(),
-        cudnn=(number // 10000, number // 100 % 100, number % 100),
+        cudnn=(cudnn // 10000, cudnn // 100 % 100, cudnn % 100),
         cudnn_libraries=tuple(sorted(_cudnn_libraries())),
         compiler=shutil.which("gcc"),
-        python_header=str(header) if header.is_file() else None,
+        python_header=python_header,
         transformer_engine=engine,
-        engine_error=_engine_error() if engine else None,
+        engine_error=engine_error,
         ptrace_scope=ptrace_scope(),
         sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")),
         numa=_numa_nodes(),
@@ -204,12 +211,10 @@ def examine_gpu_host() -> GpuHost:
 def _numa_nodes() -> str:
     from openrlhf_ext.megatron.step.numa import gpu_addresses, node_of
 
-    found = [(address, node_of(address)) for address in gpu_addresses().values()]
-    said = [
-        f"GPU {address} on node {node[0]} ({len(node[1])} cores)"
-        for address, node in found
-        if node is not None
-    ]
+    said = []
+    for address in gpu_addresses().values():
+        if (node := node_of(address)) is not None:
+            said.append(f"GPU {address} on node {node[0]} ({len(node[1])} cores)")
     return ", ".join(said) or "one, or not reported by /sys"
 
 
@@ -217,12 +222,11 @@ def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
     """By the installed versions; vllm 0.32.0
     distributed/weight_transfer/sharded_rdt_common.py:50."""
     version = tuple(int(part) for part in re.findall(r"\d+", ray or "")[:2])
-    lacking = (
-        []
-        if version >= _RAY_OF_RDT
-        else [f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}"]
-    )
-    lacking += [] if nixl else ["it needs nixl, which is absent"]
+    lacking = []
+    if version < _RAY_OF_RDT:
+        lacking.append(f"it needs ray {_dotted(_RAY_OF_RDT)}, got {ray}")
+    if not nixl:
+        lacking.append("it needs nixl, which is absent")
     return "; ".join(lacking) or "its packages are there"
 
 
@@ -245,13 +249,13 @@ def _cudnn_libraries() -> set[str]:
     ]
     if (spec := find_spec("nvidia")) is not None:
         patterns += [f"{root}/*/lib/libcudnn.so*" for root in spec.submodule_search_locations or ()]
-    found = [
-        file
-        for pattern in patterns
-        for file in glob.glob(pattern, recursive=True)
-        if "stub" not in file
-    ]
-    return {str(Path(file).resolve()) for file in found}
+
+    found = set()
+    for pattern in patterns:
+        for file in glob.glob(pattern, recursive=True):
+            if "stub" not in file:
+                found.add(str(Path(file).resolve()))
+    return found
 
 
 def _engine_error() -> str | None:
@@ -361,7 +365,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"unrecognized arguments: {' '.join(training)}; options of a run need --cluster"
         )
     report = examine()
-    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else render(report))
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        print(render(report))
     return 1 if report.problems else 0
 
 
@@ -384,7 +391,8 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    packages = [name for name, _ in pinned_packages("gpu" if has_cuda() else "cpu")]
+    extra = "gpu" if has_cuda() else "cpu"
+    packages = [name for name, _ in pinned_packages(extra)]
     report = doctor_cluster.examine_cluster(
         address, packages, config, arguments.wait_for, arguments.wait_s
     )
@@ -410,6 +418,7 @@ def examine() -> Report:
     packages = [check_package(name, wanted) for name, wanted in pinned_packages(extra)]
     statuses = status() if torch_present else []
     gpu_host = examine_gpu_host() if cuda else None
+    of_machine = conflict_problems() if gpu_host is None else gpu_host.problems()
     return Report(
         machine=describe_machine(),
         extra=extra,
@@ -418,7 +427,7 @@ def examine() -> Report:
         patches=statuses,
         problems=[
             *package_problems(packages),
-            *(conflict_problems() if gpu_host is None else gpu_host.problems()),
+            *of_machine,
             *(status.reason for status in statuses if status.state == "refused"),
         ],
         gpu_host=gpu_host,
@@ -456,43 +465,51 @@ def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
 def check_package(name: str, wanted: str) -> PackageCheck:
     """Compare versions; the build tag of the installed one ("+cpu") does not count."""
     installed = installed_version(name)
-    return PackageCheck(
-        name, wanted, installed, ok=installed is not None and installed.partition("+")[0] == wanted
-    )
+    is_wanted = installed is not None and installed.partition("+")[0] == wanted
+    return PackageCheck(name, wanted, installed, is_wanted)
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
-    engine, gradients = has_transformer_engine(), has_module(_WEIGHT_GRADIENTS)
-    others = (
-        "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
-    )
-    without_apex = others if has_module("apex") else "torch's optimizers"
-    added = (
-        "TransformerEngine's layers add them to main_grad themselves"
-        if engine
-        else "torch adds them"
-    )
+    engine = has_transformer_engine()
+    without_apex = "torch's optimizers"
+    if has_module("apex"):
+        without_apex = (
+            "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are "
+            "used"
+        )
+    gradients = "torch adds them"
+    if engine:
+        gradients = "TransformerEngine's layers add them to main_grad themselves"
     return [
-        KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
-        _kernel("TransformerEngine", engine, "transformer-engine", "torch layers, no FP8"),
-        KernelCheck(
-            "NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else without_apex
+        _kernel("CUDA", cuda, "device visible", "no device: CPU with gloo"),
+        _kernel(
+            "TransformerEngine",
+            engine,
+            installed_version("transformer-engine") or "",
+            "torch layers, no FP8",
         ),
-        KernelCheck("apex weight gradients", gradients, _WEIGHT_GRADIENTS if gradients else added),
-        _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
+        _kernel("NVIDIA apex", has_nvidia_apex(), "amp_C", without_apex),
+        _kernel(
+            "apex weight gradients", has_module(_WEIGHT_GRADIENTS), _WEIGHT_GRADIENTS, gradients
+        ),
+        _kernel(
+            "triton",
+            has_module("triton"),
+            installed_version("triton") or "",
+            "torch code for all kernels",
+        ),
     ]
 
 
-def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> KernelCheck:
-    return KernelCheck(
-        name, available, installed_version(distribution) or "" if available else stand_in
-    )
+def _kernel(name: str, available: bool, present: str, absent: str) -> KernelCheck:
+    detail = present if available else absent
+    return KernelCheck(name, available, detail)
 
 
 def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
         yield (
-            f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, but this is "
+            f"Python {_dotted(MINIMUM_PYTHON)} or newer is needed, but this is "
             f"{platform.python_version()}"
         )
     if not packages:
@@ -518,20 +535,22 @@ def conflict_problems() -> Iterator[str]:
 
 
 def render(report: Report) -> str:
+    heading = ("package", "wanted", "installed", "")
     packages = [
         (p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in report.packages
     ]
+    kernels = [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]
+    patches = [(p.name, p.state, p.reason) for p in report.patches]
+
     sections = [
         _section("Machine", list(report.machine.items())),
-        _section(
-            f"Packages (extra {report.extra})", [("package", "wanted", "installed", ""), *packages]
-        ),
-        *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
-        _section(
-            "Fused kernels",
-            [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels],
-        ),
-        _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
+        _section(f"Packages (extra {report.extra})", [heading, *packages]),
+    ]
+    if report.gpu_host is not None:
+        sections.append(_section("GPU host", report.gpu_host.rows))
+    sections += [
+        _section("Fused kernels", kernels),
+        _section("Patches", patches),
         _verdict(report),
     ]
     return "\n\n".join(sections)

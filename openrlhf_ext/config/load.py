@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,7 @@ _TAG = "tag:yaml.org,2002:"
 _FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}
 _FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
 # "<<" is not a scalar of this schema; the loader of studies reads it.
-_FORMS |= {f"{_TAG}merge": re.compile("<<")}
+_FORMS[f"{_TAG}merge"] = re.compile("<<")
 _FILE_BYTES = 1 << 20
 # The longest configuration of this repository has 5 levels and some 200 values.
 _LEVELS, _NODES = 20, 20_000
@@ -104,26 +105,27 @@ class ConfigLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Composes a node. Raises ComposerError for too many nodes, too deep nesting, a
         self-reference, or a node outside the core schema."""
-        mark, before = self.peek_event().start_mark, self._nodes
-        self._level, self._nodes = self._level + 1, self._nodes + 1
+        event = self.peek_event()
+        mark = event.start_mark
+        before = self._nodes
+        self._level += 1
+        self._nodes += 1
         if self._level > _LEVELS:
             raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
         if (
-            self.check_event(yaml.AliasEvent)
-            and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of
+            isinstance(event, yaml.AliasEvent)
+            and id(self.anchors.get(event.anchor)) not in self._size_of
         ):
-            said = f"the alias *{self.peek_event().anchor} has no complete anchor before it"
+            said = f"the alias *{event.anchor} has no complete anchor before it"
             raise ComposerError(None, None, said, mark)
+
         node = super().compose_node(parent, index)
         self._nodes += self._size_of.get(id(node), 0)  # the size of an alias's target
         self._size_of.setdefault(id(node), self._nodes - before)
         if self._nodes > _NODES:
             raise ComposerError(None, None, f"more than {_NODES} values, aliases included", mark)
-        if (
-            isinstance(parent, yaml.MappingNode)
-            and index is None
-            and not isinstance(node, yaml.ScalarNode)
-        ):
+        is_name = isinstance(parent, yaml.MappingNode) and index is None
+        if is_name and not isinstance(node, yaml.ScalarNode):
             raise ComposerError(None, None, "a name must be text", mark)
         if (fault := _node_fault(node)) is not None:
             raise ComposerError(None, None, fault, mark)
@@ -136,10 +138,9 @@ def _node_fault(node: yaml.Node | None) -> str | None:
     need not match its value."""
     if isinstance(node, yaml.ScalarNode):
         form = _FORMS.get(node.tag)
-        is_good = form is not None and form.fullmatch(node.value) is not None
-        return (
-            None if is_good else f"{shown(node.value)} is not a valid {node.tag.removeprefix(_TAG)}"
-        )
+        if form is not None and form.fullmatch(node.value) is not None:
+            return None
+        return f"{shown(node.value)} is not a valid {node.tag.removeprefix(_TAG)}"
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
     if node is None or node.tag == _TAG + kind:
         return None
@@ -179,20 +180,19 @@ def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violat
         return [], []
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
-        return [], [
-            Violation(
-                (), f"--config {path} must hold a mapping of options (name: value), got {kind}"
-            )
-        ]
+        said = f"--config {path} must hold a mapping of options (name: value), got {kind}"
+        return [], [Violation((), said)]
     reader = _YamlReader(path, loader, table)
     return list(reader.settings(root, "")), reader.violations
 
 
 def read_files(paths: Sequence[str], table: OptionTable) -> tuple[list[Setting], list[Violation]]:
-    found = [read_yaml(path, table) for path in paths]
-    return [one for settings, _ in found for one in settings], [
-        one for _, broken in found for one in broken
-    ]
+    settings, violations = [], []
+    for path in paths:
+        found, broken = read_yaml(path, table)
+        settings.extend(found)
+        violations.extend(broken)
+    return settings, violations
 
 
 def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
@@ -209,7 +209,9 @@ class _YamlReader:
     """Walks the nodes of one file and keeps the line of every value."""
 
     def __init__(self, path: str, loader: ConfigLoader, table: OptionTable) -> None:
-        self.path, self.loader, self.table = path, loader, table
+        self.path = path
+        self.loader = loader
+        self.table = table
         self.violations: list[Violation] = []
         self._lines: dict[str, int] = {}
 
@@ -219,7 +221,8 @@ class _YamlReader:
         is_null = isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
         if isinstance(node, yaml.MappingNode) and not is_leaf:
             for key, value in node.value:
-                yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
+                inner = f"{name}.{key.value}" if name else str(key.value)
+                yield from self.settings(value, inner)
         # A null section has all its lines commented out.
         elif not (is_null and self.table.is_section(name)):
             yield self._setting(node, name)
@@ -260,11 +263,8 @@ def words_by_option(
         elif groups:
             groups[-1][1].append(word)
         else:
-            violations.append(
-                Violation(
-                    (), f"options start with --: got {word!r} at the start of the command line"
-                )
-            )
+            said = f"options start with --: got {word!r} at the start of the command line"
+            violations.append(Violation((), said))
     yield from groups
 
 
@@ -284,7 +284,9 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
     option = table.find(name)
     switch = table.find(table.called(name.removeprefix("no-")))
     if option is None and switch is not None and switch.arity == "flag" and not words:  # --no-NAME
-        option, name, words = switch, switch.name, ["false"]
+        option = switch
+        name = switch.name
+        words = ["false"]
     if option is None and not _is_earlier(name, table):
         # Reported later, together with the unknown names of the files.
         line.settings.append(Setting(name, words, COMMAND_LINE))
@@ -302,7 +304,8 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
         line.violations.append(Violation((name,), message))
         return
     if option is not None and option.info.repeats:
-        value = [one for each in line.settings if each.name == name for one in each.value] + value
+        given = (setting.value for setting in line.settings if setting.name == name)
+        value = [*chain.from_iterable(given), *value]
     line.settings.extend(flattened(name, value, COMMAND_LINE))
 
 
@@ -330,6 +333,11 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
         yield from flattened(f"{name}.{key}", inner, origin)
 
 
+def _flattened_all(values: Mapping[str, Any], origin: str) -> Iterator[Setting]:
+    for name, value in values.items():
+        yield from flattened(name, value, origin)
+
+
 def unknown_option(setting: Setting, table: OptionTable) -> Violation:
     if table.is_section(setting.name):
         message = (
@@ -340,9 +348,9 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     of_runs = None if table.model is RunConfig else option_table().find(setting.name)
     if of_runs is not None and of_runs.unsupported is None:
-        hint = "train_ppo_ray has this option, but this command does not" + (
-            f"; the closest one here is {nearest}" if nearest else ""
-        )
+        hint = "train_ppo_ray has this option, but this command does not"
+        if nearest:
+            hint += f"; the closest one here is {nearest}"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
 
@@ -402,17 +410,14 @@ def load(
         own_file = resolve_path(own_files[-1], "input") if own_files else None
         sys.stdout.write(format_help(line.help_filter, own_file, model))
         raise SystemExit(0)
-    settings = [
-        found
-        for name, value in (defaults or {}).items()
-        for found in flattened(name, value, "default")
-    ]
+
     of_files, broken = read_files(line.config_files, table)
     if any(not violation.options for violation in broken):
         # After an unreadable file, rules would report defaults that the user did not choose.
         rules, choice = (), None
     draft = Draft(table, [*line.violations, *broken])
-    return _build(model, draft, [*settings, *of_files, *line.settings], rules, choice, chosen)
+    settings = [*_flattened_all(defaults or {}, "default"), *of_files, *line.settings]
+    return _build(model, draft, settings, rules, choice, chosen)
 
 
 def load_config(
@@ -427,11 +432,9 @@ def load_config(
     Without ``files``, data, reward and outputs are neither required nor checked. ``how``: see
     :func:`load`.
     """
-    rules = [
-        check_config if files else check_settings,
-        *([more_rules] if more_rules is not None else []),
-    ]
-    return load(RunConfig, argv, rules, **how)
+    rule = check_config if files else check_settings
+    more = () if more_rules is None else (more_rules,)
+    return load(RunConfig, argv, [rule, *more], **how)
 
 
 def build_config(
@@ -439,12 +442,9 @@ def build_config(
 ) -> RunConfig:
     """Builds the configuration from dotted names, for programs and tests:
     ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
-    settings = [
-        setting for name, value in values.items() for setting in flattened(name, value, origin)
-    ]
-    return _build(
-        RunConfig, Draft(option_table(), []), settings, [check_config if files else check_settings]
-    )
+    draft = Draft(option_table(), [])
+    rule = check_config if files else check_settings
+    return _build(RunConfig, draft, list(_flattened_all(values, origin)), [rule])
 
 
 @dataclass
@@ -467,7 +467,7 @@ class Draft:
     def tainted(self) -> set[str]:
         """Options that already have a violation; no rule is checked on the defaults that replace
         them."""
-        return {option for violation in self.violations for option in violation.options}
+        return set(chain.from_iterable(violation.options for violation in self.violations))
 
 
 def _build(
@@ -495,43 +495,43 @@ def _build(
     if getattr(config, "strict", False):
         draft.violations += [Violation((), line) for line in draft.lines]
     config._sources = draft.origins
-    findings = [check(config) for check in rules]
+
+    warnings = list(draft.lines)
     tainted = draft.tainted | set(chosen)
     # A rejected estimator is replaced by the default one, whose critic the user did not request.
     prefix = ("critic.",) if "algo.advantage.estimator" in tainted else ()
-    untainted = (v for found in findings for v in found.violations if tainted.isdisjoint(v.options))
-    draft.violations += [
-        v for v in untainted if not any(name.startswith(prefix) for name in v.options)
-    ]
+    for check in rules:
+        findings = check(config)
+        warnings += findings.warnings
+        for violation in findings.violations:
+            is_tainted = not tainted.isdisjoint(violation.options)
+            if not is_tainted and not any(name.startswith(prefix) for name in violation.options):
+                draft.violations.append(violation)
     if draft.violations:
         raise ConfigError(draft.violations)
-    config._warnings = (
-        *draft.lines,
-        *(warning for found in findings for warning in found.warnings),
-    )
+    config._warnings = tuple(warnings)
     return config
 
 
-def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
+def _todays(draft: Draft, settings: Sequence[Setting]) -> Sequence[Setting]:
     """Translates settings with names of an earlier OpenRLHF; a script of 0.8 or 0.9 keeps its
     defaults."""
     earlier = {
         setting.name: setting for setting in settings if _is_earlier(setting.name, draft.table)
     }
     if not earlier:
-        return iter(settings)
+        return settings
     values, faults = of_earlier({name: setting.value for name, setting in earlier.items()})
     origin = next(reversed(earlier.values())).origin
     draft.violations += [Violation((), f"{fault} ({origin})") for fault in faults]
+    said = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
     draft.lines.append(
-        f"names of an earlier OpenRLHF: {', '.join(earlier)}; they are read as "
-        f"{', '.join(f'{name} {value_text(value)}' for name, value in values.items()) or 'nothing'}"
+        f"names of an earlier OpenRLHF: {', '.join(earlier)}; they are read as {said or 'nothing'}"
     )
+
     last = max(index for index, setting in enumerate(settings) if setting.name in earlier)
-    before, after = (
-        [one for one in part if one.name not in earlier]
-        for part in (settings[:last], settings[last:])
-    )
+    before = [setting for setting in settings[:last] if setting.name not in earlier]
+    after = [setting for setting in settings[last:] if setting.name not in earlier]
     of_old = [
         Setting(name, value, f"{origin}, under its earlier name") for name, value in values.items()
     ]
@@ -544,7 +544,7 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
         ]
         said = ", ".join(f"{name} {value}" for name, value in missing.items())
         draft.lines.append(f"defaults of OpenRLHF 0.9, whose names are used: {said}")
-    return iter([*defaults, *before, *of_old, *after])
+    return [*defaults, *before, *of_old, *after]
 
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
@@ -585,11 +585,11 @@ def stand_in(draft: Draft) -> None:
             continue
         if ours in draft.values:
             if str(value) != str(draft.values[ours]):
-                draft.lines.append(
-                    no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}")
-                )
+                why = f"{ours} is given as {value_text(draft.values[ours])}"
+                draft.lines.append(no_effect(name, value, why))
             continue
-        draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
+        draft.values[ours] = value
+        draft.origins[ours] = origin_of(draft.origins[name], name)
         if str(value) != str(draft.table[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
 
@@ -629,16 +629,13 @@ def _says(draft: Draft, flag: str) -> bool:
 
 def as_chosen(draft: Draft, made: Mapping[str, Any]) -> None:
     """Applies the options that ``megatron.layout auto`` chose."""
-    draft.origins |= {
-        name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins
-    }
+    for name in made:
+        if name in draft.origins:
+            instead = f"{value_text(draft.values[name])} ({draft.origins[name]})"
+            draft.origins[name] = f"{CHOSEN}, instead of {instead}"
+        elif len(made) > 1:
+            draft.origins[name] = CHOSEN
     draft.values |= made
-
-
-def _chosen_origin(draft: Draft, name: str) -> str:
-    if name not in draft.origins:
-        return CHOSEN
-    return f"{CHOSEN}, instead of {value_text(draft.values[name])} ({draft.origins[name]})"
 
 
 def resolve_paths(draft: Draft) -> None:
@@ -647,14 +644,13 @@ def resolve_paths(draft: Draft) -> None:
         kind = draft.table[name].info.path if name in draft.table else None
         if kind is None or not isinstance(value, str):
             continue
-        if (fault := _path_fault(value.split(",") if kind == "input" else [value])) is not None:
-            got = f"got {value_text(value)!r:.200} ({draft.origins[name]})"
-            draft.reject(
-                Violation((name,), f"{name} must not be or contain {fault}: {got}; leave it out"),
-                name,
-            )
-        else:
+        fault = _path_fault(value.split(",") if kind == "input" else [value])
+        if fault is None:
             draft.values[name] = resolve_path(value, kind)
+            continue
+        got = f"got {value_text(value)!r:.200} ({draft.origins[name]})"
+        said = f"{name} must not be or contain {fault}: {got}; leave it out"
+        draft.reject(Violation((name,), said), name)
 
 
 def _path_fault(parts: Iterable[str]) -> str | None:
@@ -720,11 +716,11 @@ def note_unsupported(draft: Draft, config: Configuration) -> None:
     """Reports options that are not implemented (a violation each) and options without meaning here
     (a warning each)."""
     for name, option in draft.table.items():
-        if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
-            said = option.unsupported.message(
-                name, value_text(value), draft.origins.get(name, "default")
-            )
-            if option.unsupported.yet:
-                draft.violations.append(Violation((name,), said))
-            else:
-                draft.lines.append(said)
+        unsupported = option.unsupported
+        if unsupported is None or option.is_inert(value := value_of(config, name)):
+            continue
+        said = unsupported.message(name, value_text(value), draft.origins.get(name, "default"))
+        if unsupported.yet:
+            draft.violations.append(Violation((name,), said))
+        else:
+            draft.lines.append(said)

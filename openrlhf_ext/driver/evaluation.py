@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, stdev
 
 from openrlhf_ext.config import RunConfig
@@ -63,16 +64,20 @@ class Evaluation:
 
     @property
     def all_requests(self) -> dict[Key, GroupRequest]:
-        return {key: request for of_set in self.requests for key, request in of_set.items()}
+        requests: dict[Key, GroupRequest] = {}
+        for of_set in self.requests:
+            requests |= of_set
+        return requests
 
     def groups(
         self, sets: Sequence[HeldOut], answers: Mapping[Key, list[Response]]
     ) -> list[list[Group]]:
         """Returns the answers as groups, set by set."""
-        return [
-            [Group(prompt, answers[key]) for prompt, key in zip(each.prompts, keys, strict=True)]
-            for each, keys in zip(sets, self.requests, strict=True)
-        ]
+        groups = []
+        for each, keys in zip(sets, self.requests, strict=True):
+            asked = zip(each.prompts, keys, strict=True)
+            groups.append([Group(prompt, answers[key]) for prompt, key in asked])
+        return groups
 
 
 def weight_versions(responses: Sequence[Response]) -> set[int]:
@@ -90,12 +95,13 @@ def evaluation_metrics(
     ]
     if not sets[0].name:
         return {f"eval/{name}": value for name, value in found[0].items()} | _by_source(groups[0])
-    metrics = {f"eval/{name}": sum(each[name] for each in found) / len(found) for name in _MEANS}
-    # standard error of a mean over sets that are sampled independently
-    for name in ("eval/accuracy_stderr", "eval/score_mean_stderr"):
-        metrics[name] = math.hypot(*(each[name.removeprefix("eval/")] for each in found)) / len(
-            found
-        )
+
+    metrics = {}
+    for name in _MEANS:
+        metrics[f"eval/{name}"] = sum(each[name] for each in found) / len(found)
+    # The sets are sampled independently.
+    for name in ("accuracy_stderr", "score_mean_stderr"):
+        metrics[f"eval/{name}"] = math.hypot(*(each[name] for each in found)) / len(found)
     metrics["eval/samples"] = sum(each["samples"] for each in found)
     for options, each in zip(sets, found, strict=True):
         metrics |= {f"eval/{options.name}/{name}": value for name, value in each.items()}
@@ -107,15 +113,14 @@ def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts) -> di
     both with their standard error over prompts; mean reward and length; pass@k and maj@k; length
     and entropy of right and of wrong completions. maj@k needs completions that state answers
     (``rewards.answers``); entropy needs the engine's log-probs."""
-    responses = [response for group in groups for response in group.responses]
-    shares = [
-        accuracy([graded(response.score) for response in group.responses]) for group in groups
-    ]
+    responses = list(chain.from_iterable(group.responses for group in groups))
+    shares = [accuracy(group.scores) for group in groups]
+    mean_scores = [group.mean_score for group in groups]
     return {
         "accuracy": fmean(shares),
         "accuracy_stderr": _standard_error(shares),
-        "score_mean": fmean(group.mean_score for group in groups),
-        "score_mean_stderr": _standard_error([group.mean_score for group in groups]),
+        "score_mean": fmean(mean_scores),
+        "score_mean_stderr": _standard_error(mean_scores),
         "reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
         "response_length_mean": sum(response.span for response in responses) / len(responses),
         "samples": float(len(responses)),
@@ -133,17 +138,17 @@ def _is_right(response: Response) -> bool:
 
 
 def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
-    samples = len(groups[0].responses)
-    right = [[_is_right(response) for response in group.responses] for group in groups]
-    metrics = {
-        f"pass@{k}": fmean(shares)
-        for k, shares in passes_at_k(right, powers_of_two(samples)).items()
-    }
-    stated = [
-        stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)
-    ]
-    votes = [list(zip(*pair, strict=True)) for pair in zip(stated, right, strict=True)]
-    for k, counted in majorities(votes, powers_of_two(samples)).items():
+    right = []
+    votes = []
+    for group in groups:
+        is_right = [_is_right(response) for response in group.responses]
+        stated = stated_answers(texts(group.responses), is_right)
+        right.append(is_right)
+        votes.append(list(zip(stated, is_right, strict=True)))
+
+    ks = powers_of_two(len(groups[0].responses))
+    metrics = {f"pass@{k}": fmean(shares) for k, shares in passes_at_k(right, ks).items()}
+    for k, counted in majorities(votes, ks).items():
         metrics[f"maj@{k}"] = fmean(chance for chance, _ in counted)
     return metrics
 
@@ -161,24 +166,23 @@ def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> di
         logprobs = [response.logprobs_T for response in own if response.logprobs_T is not None]
         tokens = sum(map(len, logprobs))
         if temperature > 0 and tokens and len(logprobs) == len(own):
-            metrics[f"entropy_{name}"] = (
-                -sum(float(each.sum(dtype="float64")) for each in logprobs) / tokens
-            )
+            total = sum(float(each.sum(dtype="float64")) for each in logprobs)
+            metrics[f"entropy_{name}"] = -total / tokens
     return metrics
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
     """Returns OpenRLHF's metrics for held-out records of several ``datasource`` values: for each,
     the mean over prompts of the best and of the mean score."""
-    sources = {
-        source: [group for group in groups if group.prompt.source == source]
-        for source in sorted({group.prompt.source for group in groups})
-    }
+    sources: dict[str, list[Group]] = {}
+    for group in groups:
+        sources.setdefault(group.prompt.source, []).append(group)
     if len(sources) < 2:
         return {}
+
     metrics = {}
-    for source, own in sources.items():
-        best = [max(graded(response.score) for response in group.responses) for group in own]
+    for source, own in sorted(sources.items()):
+        best = [max(group.scores) for group in own]
         metrics[f"eval_{source}_pass{len(own[0].responses)}"] = sum(best) / len(own)
         metrics[f"eval_{source}_pass1"] = sum(group.mean_score for group in own) / len(own)
     return metrics

@@ -86,16 +86,14 @@ def _device_of(config: RunConfig) -> Device | None:
     here = _gpu_here()
     if config.megatron.gpu_memory_gib is not None:
         memory = int(config.megatron.gpu_memory_gib * GIB)
-        return Device(f"a GPU ({_MEMORY})", memory, _ASSUMED if here is None else here.kind)
+        kind = _ASSUMED if here is None else here.kind
+        return Device(f"a GPU ({_MEMORY})", memory, kind)
     if here is not None:
         return here
     # The driver joins that cluster.
     elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")
-    if config.vllm.sync_backend == "gloo" or not (
-        config.dry_run or config.dry_run_json or elsewhere
-    ):
-        return None
-    return _ASSUMED_DEVICE
+    on_gpus = config.dry_run or config.dry_run_json or elsewhere
+    return _ASSUMED_DEVICE if on_gpus and config.vllm.sync_backend != "gloo" else None
 
 
 @cache
@@ -104,7 +102,8 @@ def _gpu_here() -> Device | None:
     its fork, the driver, cannot use it."""
     if not glob.glob("/dev/nvidia[0-9]*"):
         return None
-    receiver, sender = (fork := multiprocessing.get_context("fork")).Pipe(duplex=False)
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
     child = fork.Process(target=_ask_cuda, args=(sender,), daemon=True)
     child.start()
     sender.close()
@@ -135,8 +134,11 @@ def _memory_here() -> int:
 
 def _ask_cuda(sender: Connection) -> None:
     """Sends name and bytes of this process's first GPU, None without a GPU."""
-    there = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    sender.send(None if there is None else (there.name, there.total_memory))
+    found = None
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(0)
+        found = (there.name, there.total_memory)
+    sender.send(found)
 
 
 def _planner(config: RunConfig, device: Device) -> Planner:
@@ -171,25 +173,23 @@ def choice(trained: TrainedConfig) -> dict[str, Any]:
 def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
     # Sizes that come from DeepSpeed's options split sequences and heads, but no states.
     freed = _unset(config, [name for name in SIZES if stands_in(config, name)])
+    tries = [config] if freed is config else [config, freed]
     goals: tuple[Goal, ...] = ("fits", "stands")
-    tries = [
-        (goal, one) for goal in goals for one in ([config] if freed is config else [config, freed])
-    ]
-    found = (_search(_planner(one, device), goal) for goal, one in tries)
-    return next((options for options in found if options is not None), None)
+    for goal in goals:
+        for tried in tries:
+            if (options := _search(_planner(tried, device), goal)) is not None:
+                return options
+    return None
 
 
 def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
     """Returns the configuration with these options of ``megatron.*`` unset."""
     if not names:
         return config
-    default, leaves = type(config.megatron)(), {name.removeprefix("megatron.") for name in names}
-    kept = {
-        name: value
-        for name, value in config.megatron
-        if name in config.megatron.model_fields_set - leaves
-    }
-    return config.model_copy(update={"megatron": default.model_copy(update=kept)})
+    own = config.megatron
+    left = own.model_fields_set - {name.removeprefix("megatron.") for name in names}
+    kept = {name: value for name, value in own if name in left}
+    return config.model_copy(update={"megatron": type(own)().model_copy(update=kept)})
 
 
 def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
@@ -206,9 +206,8 @@ def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     if (best := _best(planner, goal)) is not None or not config.has_critic:
         return best
     for sizes in planner.critic_layouts():
-        if (
-            best := _best(dataclasses.replace(planner, config=with_options(config, sizes)), goal)
-        ) is not None:
+        sized = dataclasses.replace(planner, config=with_options(config, sizes))
+        if (best := _best(sized, goal)) is not None:
             return {**sizes, **best}
     return None
 
@@ -219,17 +218,13 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     An engine with its own GPU keeps its share: a better one would change only the predicted
     seconds.
     """
-    config, shared = planner.config, planner.config.engines_share_gpus
+    shared = planner.config.engines_share_gpus
     found = [*planner.layouts()]
     good = [candidate for candidate in found if getattr(candidate, goal)]
-    if not is_set(config, SHARE) and (
-        not good if shared else any(candidate.short for candidate in good)
-    ):
-        good = [
-            one
-            for one in (planner.with_best_share(laid_out.options) for laid_out in found)
-            if getattr(one, goal)
-        ]
+    lacks_share = not good if shared else any(candidate.short for candidate in good)
+    if lacks_share and not is_set(planner.config, SHARE):
+        shares = [planner.with_best_share(candidate.options) for candidate in found]
+        good = [candidate for candidate in shares if getattr(candidate, goal)]
     if not good:
         return None
     best = min(good, key=order).options
@@ -242,14 +237,9 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 def findings(config: TrainedConfig) -> Findings:
     """For ``load(rules=...)``: finds states that exceed a GPU, and reports what
     ``megatron.layout auto`` chose."""
+    is_run = isinstance(config, RunConfig)
     run = config.as_run()
-    if not isinstance(config, RunConfig):
-        found = _laid_out(run)
-        if found is None:
-            return Findings((), ())
-        of_rank = _rank_too_large(*found, config.names_in_run)
-        return Findings((*of_rank, *_host_too_small(found[1])), ())
-    if config.megatron.layout == "auto":
+    if is_run and run.megatron.layout == "auto":
         later = (
             "megatron.layout auto: the sizes are chosen at the start of the run, once the model's "
             "config.json is on this machine"
@@ -257,13 +247,16 @@ def findings(config: TrainedConfig) -> Findings:
         return Findings((), (later,))
     if (found := _laid_out(run)) is None:
         return Findings((), ())
-    violations = (
-        *_engine_too_large(*found[1:]),
-        *_rank_too_large(*found, {}),
-        *_host_too_small(found[1]),
-    )
+
+    planner, laid_out, device = found
+    of_rank = _rank_too_large(planner, laid_out, device, config.names_in_run)
+    violations = (*of_rank, *_host_too_small(laid_out))
+    if not is_run:
+        return Findings(violations, ())
+    violations = (*_engine_too_large(laid_out, device), *violations)
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
-    return Findings(violations, (_chosen(run, *found[1:]),) if is_chosen and not violations else ())
+    warnings = (_chosen(run, laid_out, device),) if is_chosen and not violations else ()
+    return Findings(violations, warnings)
 
 
 def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:
@@ -325,34 +318,26 @@ def _written(config: RunConfig, chosen: Iterable[str]) -> str:
     """Returns the chosen options as YAML on one line: the first size, and the others that differ
     from their default."""
     default = RunConfig()
-    values = {
-        name: value
-        for name in chosen
-        if (value := value_of(config, name)) != value_of(default, name)
-    }
-    tree = nest({SIZES[0]: value_of(config, SIZES[0])} | values)
-    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip()[
-        1:-1
-    ]
+    values = {SIZES[0]: value_of(config, SIZES[0])}
+    for name in chosen:
+        if (value := value_of(config, name)) != value_of(default, name):
+            values[name] = value
+    text = yaml.safe_dump(nest(values), default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.strip()[1:-1]
 
 
 def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation]:
-    weights, memory = laid_out.engines.weights, device.memory
-    if weights > memory:
-        enough = next(
-            (
-                tp
-                for tp in (2, 4, 8, 16)
-                if weights * laid_out.engines.tensor_parallel_size // tp < memory
-            ),
-            32,
-        )
-        yield Violation(
-            ("vllm.tensor_parallel_size", "actor.model_name_or_path"),
-            f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take "
-            f"{weights / GIB:.1f} GiB of a GPU, but {device.said} has "
-            f"{memory / GIB:.1f}{device.remedy}",
-        )
+    weights = laid_out.engines.weights
+    if weights <= device.memory:
+        return
+    whole = weights * laid_out.engines.tensor_parallel_size
+    enough = next((size for size in (2, 4, 8, 16) if whole // size < device.memory), 32)
+    yield Violation(
+        ("vllm.tensor_parallel_size", "actor.model_name_or_path"),
+        f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take "
+        f"{weights / GIB:.1f} GiB of a GPU, but {device.said} has "
+        f"{device.memory / GIB:.1f}{device.remedy}",
+    )
 
 
 def _rank_too_large(
@@ -360,52 +345,59 @@ def _rank_too_large(
 ) -> Iterator[Violation]:
     """Yields a violation if a rank's states exceed a GPU. ``called``: the command's names of
     options, where they differ."""
-    config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
-    if (standing := max((one.standing for one in laid_out.decisive), key=TOTAL)).total <= memory:
+    standing = max((moment.standing for moment in laid_out.decisive), key=TOTAL)
+    if standing.total <= device.memory:
         return
-    layout, mixture = laid_out.policy.layout, laid_out.policy.shape.is_mixture
-    beside = " with the engine beside it" if shared else ""
-    engine = (
-        SHARE,
-        "vllm.num_engines",
-        "vllm.tensor_parallel_size",
-        "ds.enable_sleep",
-        "vllm.enable_sleep",
-    )
-    ranks = (
+    layout = laid_out.policy.layout
+    options = [*SIZES]
+    got = f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size}"
+    got += f" on {layout.world_size} ranks"
+    if laid_out.policy.shape.is_mixture:
+        options += EXPERTS
+        got += f", {EXPERTS[0]} {layout.expert_parallel_size}"
+    options += [
         "actor.num_nodes",
         "actor.num_gpus_per_node",
         "actor.model_name_or_path",
         _LAYOUT,
         "train.colocate_all",
-    )
-    options = (*SIZES, *(EXPERTS if mixture else ()), *ranks, *(engine if shared else ()))
+    ]
+    beside = ""
+    if planner.config.engines_share_gpus:
+        beside = " with the engine beside it"
+        options += [
+            SHARE,
+            "vllm.num_engines",
+            "vllm.tensor_parallel_size",
+            "ds.enable_sleep",
+            "vllm.enable_sleep",
+        ]
     yield Violation(
         tuple(called.get(name, name) for name in options),
         f"{' * '.join(SIZES[:2])} must split the models so that a rank fits on a GPU{beside}: got "
-        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} "
-        f"ranks{f', {EXPERTS[0]} {layout.expert_parallel_size}' if mixture else ''}, with which "
-        f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation "
-        f"({_shown(standing)}), but {device.said} has {memory / GIB:.1f}; "
-        f"{_remedy(config, device, called)}{device.remedy}",
+        f"{got}, with which {standing.doing} takes {standing.total / GIB:.1f} GiB before any "
+        f"activation ({_shown(standing)}), but {device.said} has {device.memory / GIB:.1f}; "
+        f"{_remedy(planner.config, device, called)}{device.remedy}",
     )
 
 
 def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
     """Yields a violation if Adam's states exceed the host memory of this machine; checked only if
     it has the run's GPUs."""
-    config, host = laid_out.policy.config, Moment("host memory of a node", laid_out.host)
-    if (
-        not config.ds.optimizer_on_host
-        or _gpu_here() is None
-        or host.total <= (there := _memory_here())
-    ):
+    config = laid_out.policy.config
+    if not config.ds.optimizer_on_host or _gpu_here() is None:
         return
-    copied = (
-        ", leave ckpt.async_enable out" if config.ckpt.async_enable and config.ckpt.saves else ""
-    )
+    host = Moment("host memory of a node", laid_out.host)
+    there = _memory_here()
+    if host.total <= there:
+        return
+    options = ["ds.adam_offload", "actor.num_nodes"]
+    copied = ""
+    if config.ckpt.async_enable and config.ckpt.saves:
+        options.append("ckpt.async_enable")
+        copied = ", leave ckpt.async_enable out"
     yield Violation(
-        ("ds.adam_offload", "actor.num_nodes", *(("ckpt.async_enable",) if copied else ())),
+        tuple(options),
         f"ds.adam_offload: the ranks of a node would keep {host.total / GIB:.1f} GiB in its host "
         f"memory ({_shown(host)}), but this machine has {there / GIB:.1f}; use more "
         f"nodes{copied}, or leave ds.adam_offload out",
@@ -421,7 +413,9 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
         "megatron.sequence_parallel_enable",
         "megatron.virtual_pipeline_size",
     )
-    free, factor, on_host = _unset(config, cuts), 1, _on_host(config, device)
+    free = _unset(config, cuts)
+    on_host = _on_host(config, device)
+    factor = 1
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}
         more = with_options(free, counts)
@@ -447,11 +441,9 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
 def _on_host(config: RunConfig, device: Device) -> str:
     """Returns the hint that the run fits with Adam's states in host memory, or ""."""
     offload = _planner(config, device).to_host
-    tries = (
-        {"": config, ", with the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
-        if offload
-        else {}
-    )
+    if not offload:
+        return ""
+    tries = {"": config, ", with the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))}
     for how, tried in tries.items():
         if _search(_planner(with_options(tried, offload), device), "fits") is not None:
             return (
@@ -497,27 +489,20 @@ class Verdict:
 def verdict(config: RunConfig) -> Verdict:
     """Returns the verdict from ``plan``'s sum, for this machine's GPU, or an H100 if there is none;
     on CPU without a sum."""
-    missing = " and ".join(violation.options[0] for violation in not_given(config))
-    starts = (
-        f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given"
-        if missing
-        else "would start"
-    )
+    starts = "would start"
+    if missing := [violation.options[0] for violation in not_given(config)]:
+        starts += f", once {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} given"
     device = _device_of(config)
-    details = [
-        *_model_lines(config),
-        *_places(config, "processes on CPU" if device is None else "GPUs"),
-    ]
+    what = "processes on CPU" if device is None else "GPUs"
+    details = [*_model_lines(config), *_places(config, what)]
     if device is None:
         return Verdict(starts, tuple(details), True)
     try:
         laid_out = _planner(config, device).as_configured()
     except PlanError as error:
-        unknown = (
-            str(error)
-            if model_folder(config.actor.model_name_or_path or "")
-            else "the model is not here"
-        )
+        unknown = "the model is not here"
+        if model_folder(config.actor.model_name_or_path or ""):
+            unknown = str(error)
         return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
     details += _memory_lines(laid_out, device.said)
     if not laid_out.short:

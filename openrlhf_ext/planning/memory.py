@@ -12,9 +12,10 @@ parallelism (docs/scaling.md), but not with FP8.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -142,20 +143,16 @@ def rank_states(
 ) -> States:
     """States of the ranks of a stage; if ranks share the optimizer's states, those of the rank with
     the largest share."""
-    size, every = options.param_bytes, _stage_parameters(shape, layout, stage)
-    parameters, copies = (
-        sum(count for named in every for _, count in named),
-        _copies(shape, layout, stage, options),
-    )
+    size = options.param_bytes
+    named = chain.from_iterable(_stage_parameters(shape, layout, stage))
+    parameters = sum(count for _, count in named)
+    copies = _copies(shape, layout, stage, options)
     # Adapters are fp32, and frozen weights are in no padded buffer.
     if (lora := adapters_of(options.converters)) is not None:
-        layers, shards = (
-            layout.stage_layers(shape.num_layers)[stage],
-            layout.copies if options.distributed else 1,
-        )
-        trained = layers * sum(
-            math.prod(shard) for _, shard, _ in layer_shards(lora.shape(shape), Cut.of(layout))
-        )
+        shards = layout.copies if options.distributed else 1
+        of_layer = layer_shards(lora.shape(shape), Cut.of(layout))
+        layers = layout.stage_layers(shape.num_layers)[stage]
+        trained = layers * sum(math.prod(shard) for _, shard, _ in of_layer)
         return States(
             parameters + trained,
             parameters * size + 4 * trained,
@@ -163,14 +160,18 @@ def rank_states(
             -(-8 * trained // shards),
             copies,
         )
+
     # Experts that are dealt over ranks have separate gradient buffers and a separate optimizer,
     # divided over their own copies (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918).
-    dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
-    buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
-    if dealt:
-        buffers.append(_buffers(shape, layout, stage, options, layout.expert_copies, True))
-    length, owned = sum(length for length, _ in buffers), [shares for _, shares in buffers]
-    optimizer = _largest_share(layout, stage, *owned) * (12 if size == 2 else 8)
+    if shape.num_experts > 0 and layout.expert_parallel_size > 1:
+        length, owned = _buffers(shape, layout, stage, options, layout.copies, False)
+        more, of_experts = _buffers(shape, layout, stage, options, layout.expert_copies, True)
+        length += more
+        largest = _largest_share(layout, stage, owned, of_experts)
+    else:
+        length, owned = _buffers(shape, layout, stage, options, layout.copies, None)
+        largest = int(owned.max())
+    optimizer = largest * (12 if size == 2 else 8)
     states = States(parameters, length * size, length * GRADIENT_BYTES, optimizer, copies)
     return states.with_optimizer_on_host if options.on_host else states
 
@@ -179,19 +180,15 @@ def _stage_parameters(
     shape: ModelShape, layout: ParallelLayout, stage: int, of_experts: bool | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
     """``chunk_parameters`` of every model chunk of a stage."""
-    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    chunks = layout.virtual_pipeline_size
     layers = layout.stage_layers(shape.num_layers)[stage] // chunks
-    return [
-        chunk_parameters(
-            shape,
-            Cut.of(layout),
-            layers,
-            stage == chunk == 0,
-            stage == stages - 1 and chunk == chunks - 1,
-            of_experts,
-        )
-        for chunk in range(chunks)
-    ]
+    cut = Cut.of(layout)
+    found = []
+    for chunk in range(chunks):
+        first = stage == chunk == 0
+        last = stage == layout.pipeline_parallel_size - 1 and chunk == chunks - 1
+        found.append(chunk_parameters(shape, cut, layers, first, last, of_experts))
+    return found
 
 
 def _buffers(
@@ -213,19 +210,16 @@ def _buffers(
 
 
 def _largest_share(
-    layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None
+    layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray
 ) -> int:
     """Optimizer entries on the rank of the stage that has the most; ``owned``: the entries of each
     copy, or of all copies."""
-    if of_experts is None:
-        return int(owned.max())
-    return max(
-        int(
-            owned[layout.copy(rank) % len(owned)]
-            + of_experts[layout.place(rank).expert_replica % len(of_experts)]
-        )
-        for rank in layout.ranks(stage=stage)
-    )
+    shares = []
+    for rank in layout.ranks(stage=stage):
+        replica = layout.place(rank).expert_replica
+        share = owned[layout.copy(rank) % len(owned)] + of_experts[replica % len(of_experts)]
+        shares.append(int(share))
+    return max(shares)
 
 
 def _buffer(
@@ -242,42 +236,35 @@ def _buffer(
     tied embedding that two stages hold has its own bucket (megatron-core 0.19.2
     optimizer/distrib_optimizer.py:530-580).
     """
-    unit, bucket_unit = (_PARAMETER_UNIT, math.lcm(shards, _BUCKET_UNIT)) if distributed else (1, 1)
+    unit = _PARAMETER_UNIT if distributed else 1
+    bucket_unit = math.lcm(shards, _BUCKET_UNIT) if distributed else 1
     places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    start = position = 0
-
-    def close(end: int) -> int:
-        nonlocal start
-        buckets.append((start, _up(end, bucket_unit)))
-        start = buckets[-1][1]
-        return start
-
+    ends = [0]  # of the complete buckets
+    position = 0
     for name, count in reversed(named):
         position = _up(position, unit)
-        alone = (
-            tied
-            and distributed
-            and name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        )
-        if alone and position > start:
-            position = close(places[-1][1])
+        is_embedding = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        alone = tied and distributed and is_embedding
+        if alone and position > ends[-1]:
+            position = _up(places[-1][1], bucket_unit)
+            ends.append(position)
         places.append((position, position + count))
         position += count
-        if alone or (bucket_size is not None and position - start >= bucket_size):
-            position = close(position)
-    if position > start:
-        close(position)
-    return buckets[-1][1], _owned(np.array(places), buckets, shards)
+        if alone or (bucket_size is not None and position - ends[-1] >= bucket_size):
+            position = _up(position, bucket_unit)
+            ends.append(position)
+    if position > ends[-1]:
+        ends.append(_up(position, bucket_unit))
+    return ends[-1], _owned(np.array(places), ends, shards)
 
 
 def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> np.ndarray:
+def _owned(places: np.ndarray, ends: Sequence[int], shards: int) -> np.ndarray:
     owned = np.zeros(shards, dtype=np.int64)
-    for start, end in buckets:
+    for start, end in pairwise(ends):
         part = (end - start) // shards
         for rank in range(shards):
             low = start + rank * part
@@ -290,14 +277,15 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: Stat
     """Bytes of the copies of linear weights (two dimensions) that layers keep beside the
     weights."""
     chunks = layout.chunk_layers(shape.num_layers)
-    numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
-    return sum(
-        c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
-        for c in options.converters
-        for number in numbers
-        for name, size, _ in layer_shards(shape, Cut.of(layout))
-        if len(size) == 2
-    )
+    numbers = chain.from_iterable(layers for (at, _), layers in chunks.items() if at == stage)
+    shards = layer_shards(shape, Cut.of(layout))
+    matrices = [(name, math.prod(size)) for name, size, _ in shards if len(size) == 2]
+    copies = 0
+    for number in numbers:
+        for converter in options.converters:
+            for name, size in matrices:
+                copies += converter.kept_per_weight(name, number, shape.num_layers) * size
+    return copies
 
 
 # ---- activations
@@ -353,28 +341,29 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    tokens, tp, e = work.tokens, layout.tensor_parallel_size, work.param_bytes
+    tokens = work.tokens
+    tp = layout.tensor_parallel_size
+    entry = work.param_bytes
     rows = layout.rows(tokens)
-    query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
+    query = tokens * shape.num_heads * shape.head_dim // tp
+    heads = tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     wide = rows * shape.hidden_size
-    rope = tokens * 4 * e * shape.head_dim  # cosines and sines, for queries and for keys
-    linear_input = 1 if work.fp8 else e
-    norm = wide * (e + linear_input) + 4 * rows
-    qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
+    rope = tokens * 4 * entry * shape.head_dim  # cosines and sines, for queries and for keys
+    linear_input = 1 if work.fp8 else entry
+    norm = wide * (entry + linear_input) + 4 * rows
+    qk_norm = (entry * (query + key) + 8 * heads) if shape.qk_norm else 0
     # With recomputation, attention keeps its arguments, whose values are a view of the projection's
     # whole result; and the projection after it keeps the result of attention (measured:
     # docs/scaling.md).
-    kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
+    kept = entry * (2 * query + 3 * key) + (0 if work.fp8 else entry * query)
     # Attention and the projection after it share the result of attention, unless FP8 makes a copy.
-    core = e * (query + 2 * key) + e * query + 4 * heads
+    core = entry * (query + 2 * key) + entry * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp, final = (
-        norm + shape.mlp.activation_bytes(tokens, layout, e, linear_input),
-        wide * e + 4 * rows,
-    )
+    mlp = norm + shape.mlp.activation_bytes(tokens, layout, entry, linear_input)
+    final = wide * entry + 4 * rows
     mlp_kept = norm if shape.mlp.is_mixture else None
-    return LayerActivations(wide * e, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
+    return LayerActivations(wide * entry, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
 
 
 def activations(
@@ -385,7 +374,8 @@ def activations(
 
     The head's workspace is not included.
     """
-    layer, megatron = layer_activations(shape, layout, work), work.megatron
+    megatron = work.megatron
+    layer = layer_activations(shape, layout, work)
     layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
     kept, recomputed = _kept_and_recomputed(layer, layers, megatron, shape.mlp.recompute_module)
     # The checkpointed function takes the rotary table of the whole pack.
@@ -420,9 +410,9 @@ def _kept_and_recomputed(
     core = layer.core_operands if "core_attn" in megatron.recompute_modules else layer.core
     if mlp_module not in megatron.recompute_modules:
         return layers * (layer.attention + core + layer.mlp), 0
-    mlp, again = (
-        (layer.input, again) if layer.mlp_kept is None else (layer.mlp_kept, layer.mlp_kept)
-    )
+    mlp = layer.input
+    if layer.mlp_kept is not None:
+        mlp = again = layer.mlp_kept
     return layers * (layer.attention + core + mlp), layer.mlp - again
 
 
@@ -510,7 +500,7 @@ class Moment:
 
     @property
     def largest(self) -> str:
-        return max(self.parts, key=lambda name: self.parts[name])
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 TOTAL = attrgetter("total")
@@ -563,15 +553,12 @@ class TrainedModel:
             on_host=self.config.ds.optimizer_on_host,
         )
         if not self.is_critic:
-            bucket_size = own.ddp_bucket_size or max(
-                40_000_000, 1_000_000 * self.layout.data_parallel_size
-            )
+            bucket_size = None
+            if own.overlap_grad_reduce:
+                least = max(40_000_000, 1_000_000 * self.layout.data_parallel_size)
+                bucket_size = own.ddp_bucket_size or least
             converters = layer_converters(self.config, self.shape.family)
-            options = replace(
-                options,
-                bucket_size=bucket_size if own.overlap_grad_reduce else None,
-                converters=converters,
-            )
+            options = replace(options, bucket_size=bucket_size, converters=converters)
         return tuple(
             rank_states(self.shape, self.layout, stage, options)
             for stage in range(len(self.layers))
@@ -585,29 +572,32 @@ class TrainedModel:
     def budget(self) -> int | None:
         """Tokens of a training micro-batch on one rank; None if the run sets the number of
         sequences instead."""
-        return (
-            self.config.train.max_tokens_per_gpu if self.config.train.dynamic_batch_enable else None
-        )
+        train = self.config.train
+        return train.max_tokens_per_gpu if train.dynamic_batch_enable else None
 
     def micro_batches(self, samples: int, forward_only: bool = False) -> tuple[int, float]:
         """Number of micro-batches of a data-parallel rank, and the sequences in each; interleaved
         schedules take whole rounds of the stages."""
-        layout, train, rollout = self.layout, self.config.train, self.config.rollout
+        layout = self.layout
+        train = self.config.train
+        rollout = self.config.rollout
         if self.budget is None:
             sequences = rollout.micro_batch_size if forward_only else train.micro_batch_size
         else:
             budget = (forward_only and rollout.max_tokens_per_gpu) or self.budget
             sequences = max(1, budget * layout.context_parallel_size // self.work.length)
-        rows, stages = math.ceil(samples / layout.data_parallel_size), layout.pipeline_parallel_size
+        rows = math.ceil(samples / layout.data_parallel_size)
         count = math.ceil(rows / sequences)
-        count = -(-count // stages) * stages if layout.virtual_pipeline_size > 1 else count
+        if layout.virtual_pipeline_size > 1:
+            count = _up(count, layout.pipeline_parallel_size)
         return count, rows / count
 
     @property
     def _tokens(self) -> int:
         """Tokens of the largest micro-batch on a rank; a sequence that exceeds the budget is its
         own micro-batch."""
-        longest, cp = self.config.data.max_len, self.layout.context_parallel_size
+        longest = self.config.data.max_len
+        cp = self.layout.context_parallel_size
         if self.budget is not None:
             return max(self.budget, math.ceil(longest / cp))
         return math.ceil(self.config.train.micro_batch_size * longest / cp)
@@ -626,23 +616,17 @@ class TrainedModel:
         return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
     def _working(self, stage: int) -> dict[str, int]:
-        kept, (activated, fragments, exchanged, head, passing) = (
-            self.activations(stage, self.megatron),
-            _WORKING,
-        )
-        one = self.shape.mlp.exchange_bytes(
-            self._tokens, self.layout, param_bytes(self.config.megatron)
-        )
-        working = {
-            activated: kept,
-            fragments: int(_FRAGMENTS * kept),
-            **({exchanged: one} if one else {}),
-        }
+        activated, fragments, exchanged, head, passing = _WORKING
+        entry = param_bytes(self.config.megatron)
+        kept = self.activations(stage, self.megatron)
+        working = {activated: kept, fragments: int(_FRAGMENTS * kept)}
+        if exchange := self.shape.mlp.exchange_bytes(self._tokens, self.layout, entry):
+            working[exchanged] = exchange
         if stage == len(self.states) - 1 and self.shape.value_head is None:
             # Its workspace, and the hidden states of response tokens with their gradient
             # (docs/head.md).
             tokens = self._tokens * self.work.response_tokens // self.work.length
-            states = tokens * self.shape.hidden_size * 2 * param_bytes(self.config.megatron)
+            states = tokens * self.shape.hidden_size * 2 * entry
             working[head] = (self.config.megatron.head_workspace_mib << 20) + states
         if on_host := self.states[stage].on_host:  # all of it, if that is less than the blocks
             working[passing] = min(BLOCK_BYTES, on_host)
@@ -685,7 +669,8 @@ def moments(
     """
     beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
     staging = 2 * min(config.weight_sync.bucket_mib << 20, sent)
-    (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
+    states, working = policy
+    critic_states, critic_working = critic or ({}, {})
     if not config.engines_share_gpus:
         buffers = {"buffers of the weight sync": staging}
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
@@ -693,20 +678,16 @@ def moments(
         training = {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}
         # Models that train or score are on the policy's GPUs, and stay there.
         if config.train.colocate_all:
-            of_critic = {
-                f"{name} of the critic": size
-                for name, size in {**critic_states, **critic_working}.items()
-            }
+            of_critic = _of({**critic_states, **critic_working}, "critic")
             return (*found, Moment("training", {**training, **of_critic, **beside}))
         found.append(Moment("training", training))
         if critic is not None:
+            parts = {**critic_states, **critic_working}
+            weights = f"weights of the {REWARD}"
             stays = config.critic_shares_with_reward and not config.reward.offload
-            with_reward = {
-                name: size
-                for name, size in beside.items()
-                if stays and name == f"weights of the {REWARD}"
-            }
-            parts = {**critic_states, **critic_working, **with_reward, _CONTEXTS: RESERVE_BYTES}
+            if stays and weights in beside:
+                parts[weights] = beside[weights]
+            parts[_CONTEXTS] = RESERVE_BYTES
             found.append(Moment("training the critic", parts))
         found += [
             Moment(f"scoring by the {name}", {"weights": size, _CONTEXTS: RESERVE_BYTES // 2})
@@ -714,9 +695,7 @@ def moments(
         ]
         return tuple(found)
     asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
-    awake = (
-        {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
-    )
+    awake = {} if asleep else _of(critic_states, "critic")
     sampling, training = shared_parts(
         engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps
     )
@@ -728,9 +707,13 @@ def moments(
         _, training = shared_parts(
             engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps
         )
-        awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
+        awake = {} if asleep else _of(states, "policy")
         found.append(Moment("training the critic", {**training, **critic_working, **awake}))
     return tuple(Moment(moment.doing, {**moment.parts, **beside}) for moment in found)
+
+
+def _of(parts: Parts, model: str) -> dict[str, int]:
+    return {f"{name} of the {model}": size for name, size in parts.items()}
 
 
 # ---- host memory and disk
@@ -747,43 +730,37 @@ def host_memory(
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer + one.on_host)
     per_node = config.actor.num_gpus_per_node
     moved = fullest.weights + fullest.optimizer
-    trained = {"": policy, **({" of the critic": critic} if critic else {})}
-    adam = {
-        whose: per_node * max(one.on_host for one in model.states)
-        for whose, model in trained.items()
-    }
-    on_its_way = (
-        per_node * moved + adam[""] if config.ckpt.async_enable and config.ckpt.saves else 0
-    )
-    return _there(
-        {
-            **{
-                f"Adam's states{whose} (ds.adam_offload), pinned": size
-                for whose, size in adam.items()
-            },
-            "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-            # vLLM pins block by block, and torch rounds each block up to a power of two
-            # (device_allocator/cumem.py:268).
-            "engines asleep (level 1: adapters, evaluations), pinned": (
-                min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
-            ),
-            "reference policy": per_node * fullest.weights
-            if config.has_reference and not config.ds.lora.enabled
-            else 0,
-            "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
-            "checkpoint being written": on_its_way,
-        }
-    )
+    adam = per_node * max(one.on_host for one in policy.states)
+    parts = {"Adam's states (ds.adam_offload), pinned": adam}
+    if critic is not None:
+        of_critic = per_node * max(one.on_host for one in critic.states)
+        parts["Adam's states of the critic (ds.adam_offload), pinned"] = of_critic
+    if config.ds.enable_sleep:
+        parts["states of sleeping ranks"] = per_node * moved
+    if config.vllm.enable_sleep:
+        # vLLM pins block by block, and torch rounds each block up to a power of two
+        # (device_allocator/cumem.py:268).
+        asleep = min(per_node, config.engine_workers) * pool
+        parts["engines asleep (level 1: adapters, evaluations), pinned"] = asleep
+    if config.has_reference and not config.ds.lora.enabled:
+        parts["reference policy"] = per_node * fullest.weights
+    if config.train.enable_ema:
+        parts["moving average (fp32)"] = per_node * fullest.gradients
+    if config.ckpt.async_enable and config.ckpt.saves:
+        parts["checkpoint being written"] = per_node * moved + adam
+    return _there(parts)
 
 
 def checkpoints(config: RunConfig, parameters: int, adapters: int) -> dict[str, int]:
     """Bytes on disk of the policy's checkpoints that are kept, by form; of the adapters, in fp32,
     if there are any."""
-    ckpt, size = config.ckpt, 4 if adapters else param_bytes(config.megatron)
+    ckpt = config.ckpt
+    size = 4 if adapters else param_bytes(config.megatron)
     parameters = adapters or parameters
-    resumable = parameters * (
-        (size + 12 if size == 2 else 12) + (4 if config.train.enable_ema else 0)
-    )
+    entry = size + 12 if size == 2 else 12
+    if config.train.enable_ema:
+        entry += 4
+    resumable = parameters * entry
     kept = ckpt.max_num if ckpt.saves else 0
     return _there(
         {

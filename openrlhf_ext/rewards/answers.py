@@ -85,12 +85,11 @@ _MEASURES = {
     "gallon": "gallon,gallons=1", "length/time": "mph=1609344/3600000", "angle": "degree,degrees=1", "%": "%,percent=1",
     "": "unit,units,point,points,people,student,students,way,ways=1",
 }  # fmt: skip
-_UNITS = {
-    word: (dimension, Fraction(size))
-    for dimension, units in _MEASURES.items()
-    for words, _, size in (unit.partition("=") for unit in units.split())
-    for word in words.split(",")
-}
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _units in _MEASURES.items():
+    for _entry in _units.split():
+        _names, _, _size = _entry.partition("=")
+        _UNITS |= dict.fromkeys(_names.split(","), (_dimension, Fraction(_size)))
 _UNIT = re.compile(
     r"(?:(?P<before>square|sq\.?|cubic) )?(?P<unit>[a-z%$€£¥¢]+)(?: ?\^ ?{?(?P<power>[23])}?)?"
     r"(?: ?(?:per|/) ?(?P<per>[a-z]+))?[ .]*",
@@ -189,8 +188,11 @@ def answer_alone(text: str, where: Stated) -> str:
     """
     if where == "any":
         return text
-    tagged = _TAG.findall(text)
-    stated = answer_line(text) if where == "line" else _nonempty(tagged[-1]) if tagged else None
+    if where == "line":
+        stated = answer_line(text)
+    else:
+        tagged = _TAG.findall(text)
+        stated = _nonempty(tagged[-1]) if tagged else None
     return "" if stated is None else f"<answer>{stated}</answer>"
 
 
@@ -223,9 +225,12 @@ def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[
     votes: list[tuple[bool, str] | None] = []
     for text, is_correct in zip(texts, correct, strict=True):
         answer = extract_answer(text)
-        votes.append(
-            None if answer is None else (is_correct, "" if is_correct else normalized(answer))
-        )
+        if answer is None:
+            votes.append(None)
+        elif is_correct:
+            votes.append((is_correct, ""))
+        else:
+            votes.append((is_correct, normalized(answer)))
     return votes
 
 
@@ -254,40 +259,42 @@ def surely_different(first: str, second: str) -> bool:
     """
     if max(len(first), len(second)) > _LONGEST_READ:
         return True
-    left, right = _read(first), _read(second)
+    left = _read(first)
+    right = _read(second)
     if isinstance(left, str) or isinstance(right, str):
-        scales, marks = (
-            [sorted(found.findall(_undressed(a))) for a in (first, second)]
-            for found in (_SCALE, _MARK)
-        )
-        words = [
-            {_squeezed_word(found[0]) for found in _WORD.finditer(a)} - {""}
-            for a in (first, second)
-        ]
-        if all(
-            isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha()
-            for read in (left, right)
-        ):
-            return True  # not a product of its letters
-        return (
-            scales[0] != scales[1]
-            or marks[0] != marks[1]
-            or bool(words[0] and words[1] and words[0] != words[1])
-        )
+        if _is_word(left) and _is_word(right):
+            return True
+        for pattern in (_SCALE, _MARK):
+            found = sorted(pattern.findall(_undressed(first)))
+            if found != sorted(pattern.findall(_undressed(second))):
+                return True
+        words, others = _words(first), _words(second)
+        return bool(words and others and words != others)
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         return not _same(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
         if left.opening or right.opening:
             return bool(left.opening and right.opening) and left[::2] != right[::2]
-        mine, theirs = (sorted(map(_written, each.entries)) for each in (left, right))
+        mine = sorted(map(_written, left.entries))
+        theirs = sorted(map(_written, right.entries))
         numbers = all(isinstance(entry, Quantity) for entry in (*left.entries, *right.entries))
         return len(mine) != len(theirs) or (numbers and mine != theirs)
     return not any(isinstance(read, Several) and len(read.entries) == 1 for read in (left, right))
 
 
-def _squeezed_word(found: str) -> str:
-    """``\\text{ p.m.}`` as ``pm``, and a plural as its singular."""
-    return re.sub(r"[^a-z]", "", re.sub(r"\\text\w*", "", found).lower()).removesuffix("s")
+def _is_word(read: Read) -> bool:
+    """Whether an answer is a word, and surely not a product of its letters."""
+    return isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha()
+
+
+def _words(answer: str) -> set[str]:
+    """Words of an answer that say more than a number: ``\\text{ p.m.}`` as ``pm``, and a plural as
+    its singular."""
+    words = set()
+    for found in _WORD.findall(answer):
+        letters = re.sub(r"[^a-z]", "", re.sub(r"\\text\w*", "", found).lower())
+        words.add(letters.removesuffix("s"))
+    return words - {""}
 
 
 def normalized(answer: str) -> str:
@@ -337,9 +344,8 @@ def _entries(several: Several) -> Sequence[Read]:
     """The entries; of a set, sorted and without duplicates."""
     if several.opening != "{":
         return several.entries
-    return [
-        entry for _, entry in sorted({_written(entry): entry for entry in several.entries}.items())
-    ]
+    by_text = {_written(entry): entry for entry in several.entries}
+    return [by_text[text] for text in sorted(by_text)]
 
 
 def _written(read: Read) -> str:
@@ -390,14 +396,10 @@ def _character(character: str) -> str:
         return " " + unicodedata.normalize("NFKC", character)
     if kind in ("<wide>", "<font>"):
         return unicodedata.normalize("NFKC", character)
+    if unicodedata.category(character) == "Cf":
+        return ""
     digit = unicodedata.decimal(character, None)
-    return (
-        ""
-        if unicodedata.category(character) == "Cf"
-        else character
-        if digit is None
-        else str(digit)
-    )
+    return character if digit is None else str(digit)
 
 
 def _read_plain(text: str, depth: int) -> Read:
@@ -410,9 +412,8 @@ def _read_plain(text: str, depth: int) -> Read:
     if depth < _DEEPEST and opening + closing == "()" and len(parts) == 1:
         return _read_plain(inside.strip(), depth + 1)
     if depth < _DEEPEST and (opening or len(parts) > 1):
-        return Several(
-            opening, tuple(_read_plain(part.strip(), depth + 1) for part in parts), closing
-        )
+        entries = [_read_plain(part.strip(), depth + 1) for part in parts]
+        return Several(opening, tuple(entries), closing)
     text = _BLANKS.sub("", text).rstrip(".")
     return text.casefold() if len(text) > 1 and text.isalpha() else text
 
@@ -440,11 +441,13 @@ def _depths(text: str) -> Iterator[int]:
 
 def _split(text: str) -> list[str]:
     """The parts between the commas outside brackets."""
-    commas = [at for at, depth in enumerate(_depths(text)) if depth == 0 and text[at] == ","]
-    return [
-        text[start:stop]
-        for start, stop in zip([0, *(at + 1 for at in commas)], [*commas, len(text)], strict=True)
-    ]
+    parts = []
+    start = 0
+    for place, depth in enumerate(_depths(text)):
+        if depth == 0 and text[place] == ",":
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
 
 
 def _quantity(text: str) -> Quantity | None:
@@ -456,13 +459,16 @@ def _quantity(text: str) -> Quantity | None:
     for written in _WRITTEN:
         if (found := written.match(text, signs.end())) is None:
             continue
-        if (unit := _unit(text[found.end() :], money)) is not None:
-            value = _value(written, [part for part in found.groups() if part is not None])
-            return (
-                None
-                if value is None
-                else Quantity(value * unit[0] * (-1 if "-" in sign + inner else 1), *unit[1:])
-            )
+        if (unit := _unit(text[found.end() :], money)) is None:
+            continue
+        value = _value(written, [part for part in found.groups() if part is not None])
+        if value is None:
+            return None
+        factor, dimension, size = unit
+        value *= factor
+        if "-" in sign + inner:
+            value = -value
+        return Quantity(value, dimension, size)
     return None
 
 
@@ -480,9 +486,11 @@ def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
 def _unit(text: str, money: str) -> tuple[Fraction, str, Fraction] | None:
     """The factor of a number, and the dimension and size of its unit; None if the text is not a
     unit."""
-    scale, blank = Fraction(1), text.startswith(" ")
+    scale = Fraction(1)
+    blank = text.startswith(" ")
     while found := _SCALE.match(text):
-        scale, text = scale * _TENS[found[1].lower()], text[found.end() :]
+        scale *= _TENS[found[1].lower()]
+        text = text[found.end() :]
     text = f"{money}{text}".strip(" .")
     if not text:
         return scale, "", Fraction(1)
@@ -490,10 +498,14 @@ def _unit(text: str, money: str) -> tuple[Fraction, str, Fraction] | None:
         return None
     if len(word) == 1 and word.isalpha() and not blank:  # 5m is a product
         return None
+
     dimension, size = _UNITS[word]
     power = int(found["power"] or {"s": 2, "c": 3}.get((found["before"] or " ")[0].lower(), 1))
-    dimension, size = f"{dimension}^{power}" if dimension and power > 1 else dimension, size**power
+    size **= power
+    if dimension and power > 1:
+        dimension += f"^{power}"
     if (per := found["per"]) is not None:
-        other = _UNITS.get(per.lower(), (per, Fraction(1)))
-        dimension, size = f"{dimension}/{other[0]}", size / other[1]
+        other_dimension, other_size = _UNITS.get(per.lower(), (per, Fraction(1)))
+        dimension += f"/{other_dimension}"
+        size /= other_size
     return scale, dimension, size

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -91,7 +92,9 @@ class HttpReward:
     async def _request(
         self, url: str, payload: bytes, sample: tuple[str, str, Any]
     ) -> RewardResult:
-        started, shown, session = time.perf_counter(), redact(url), self._open_session()
+        started = time.perf_counter()
+        shown = redact(url)
+        session = self._open_session()
         try:
             async with session.post(
                 url, data=payload, headers={"Content-Type": "application/json"}
@@ -201,23 +204,18 @@ class GradedSingleTurnExecutor(GradedExecutor):
         ids = ids[max(0, len(ids) - (sampling.max_len - room)) :]
         # Only log-probs of the sampled tokens, as one flat list.
         asked = {"max_tokens": room, "detokenize": False, "logprobs": 0, "flat_logprobs": True}
-        params = [
-            engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
-            for sample in range(request.samples)
-        ]
         group = Group(request.samples)
-        graded = [
-            partial(self._grade, request, group, sample, tokenizer)
-            for sample in range(request.samples)
-        ]
-        responses = [
-            *map(asyncio.ensure_future, map(partial(self._respond, ids, engine), params, graded))
-        ]
+        responses = []
         try:
+            for sample in range(request.samples):
+                params = engine.sampling_params(sampling, seed=request.seed_of(sample), **asked)
+                grade = partial(self._grade, request, group, sample, tokenizer)
+                response = self._respond(ids, engine, params, grade)
+                responses.append(asyncio.ensure_future(response))
             return await asyncio.gather(*responses)
         finally:
-            for response in responses:  # after one has failed, others may wait for it
-                response.cancel()
+            for future in responses:  # after one has failed, others may wait for it
+                future.cancel()
 
     async def _respond(
         self,
@@ -229,25 +227,32 @@ class GradedSingleTurnExecutor(GradedExecutor):
         completion = (await engine.generate(ids, params)).outputs[0]
         tokens = [*ids, *completion.token_ids]
         grade = await grade_of(tokens, completion)
+
         start = len(ids)
-        made = Response(
+        versions = [
+            (version, start + first, start + end)
+            for version, first, end in completion.weight_versions
+        ]
+        entropies_T = None
+        if engine.tells_entropies:  # in place of the ranks (worker_extension)
+            entropies_T = np.array(completion.logprobs.ranks, dtype=np.float32)
+        response = Response(
             tokens_S=np.array(tokens, dtype=np.int32),
             logprobs_T=np.array(completion.logprobs.logprobs, dtype=np.float32),
             actions=((start, len(tokens)),),
-            versions=tuple(
-                (version, start + a, start + b) for version, a, b in completion.weight_versions
-            ),
-            reward=None if grade is None else grade.reward,
-            score=None if grade is None else grade.score,
+            versions=tuple(versions),
+            reward=None,
+            score=None,
             truncated=completion.finish_reason == "length",
-            extra_logs={} if grade is None else grade.extra_logs,
-            # An engine that reports entropies puts them in place of the ranks (worker_extension).
-            entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32)
-            if engine.tells_entropies
-            else None,
+            extra_logs={},
+            entropies_T=entropies_T,
             experts_RLK=completion.routed_experts,
         )
-        return made if grade is None else made.signed()
+        if grade is None:
+            return response
+        return replace(
+            response, reward=grade.reward, score=grade.score, extra_logs=grade.extra_logs
+        ).signed()
 
     async def _grade(
         self,
@@ -290,9 +295,10 @@ class SeveralGraders:
         return await self._executors[request.grader].respond(request, tokenizer, engine)
 
     def take_failures(self) -> list[str]:
-        return [
-            message for executor in self._executors.values() for message in executor.take_failures()
-        ]
+        failures = []
+        for executor in self._executors.values():
+            failures += executor.take_failures()
+        return failures
 
     async def aclose(self) -> None:
         await asyncio.gather(*(executor.aclose() for executor in self._executors.values()))
@@ -323,12 +329,9 @@ def open_grader(options: Reward) -> Grader:
 
 
 def _build(graders: Mapping[str | None, Reward]) -> SeveralGraders:
-    return SeveralGraders(
-        {
-            name: GradedSingleTurnExecutor(
-                None if options.remote_url is None else open_grader(options),
-                FailurePolicy(options.max_failures, options.failure_value),
-            )
-            for name, options in graders.items()
-        }
-    )
+    executors = {}
+    for name, options in graders.items():
+        grader = None if options.remote_url is None else open_grader(options)
+        policy = FailurePolicy(options.max_failures, options.failure_value)
+        executors[name] = GradedSingleTurnExecutor(grader, policy)
+    return SeveralGraders(executors)

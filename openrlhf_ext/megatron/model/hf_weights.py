@@ -456,7 +456,6 @@ class HFExporter:
                 if self._rank == 0:
                     sizes = [math.prod(self._shape_of(part)) for part in travelling]
                     if memory.numel() < sum(sizes):
-                        del memory  # gives the smaller one back first
                         memory = like.new_empty(sum(sizes))
                     places = memory[: sum(sizes)].split(sizes)
                     targets = {

@@ -104,40 +104,51 @@ class SequenceBatch(Packed):
     def prompts(self) -> Prompts:
         """The tokens before the one that predicts the first response token; length 0 for a row
         without responses."""
-        turns_B, tokens = self.ranges_B.numpy(), self.tokens_M.numpy()
-        lengths_B = np.zeros(len(self), np.int64)
+        turns_B = self.ranges_B.numpy()
         first_range_B = np.cumsum(turns_B) - turns_B
-        lengths_B[turns_B > 0] = self.ranges_R2.numpy()[first_range_B[turns_B > 0], 0] - 1
-        spans = zip(self.sequences.bounds[:-1].tolist(), lengths_B.tolist(), strict=True)
+        answered_B = turns_B > 0
+        lengths_B = np.zeros(len(self), np.int64)
+        lengths_B[answered_B] = self.ranges_R2.numpy()[first_range_B[answered_B], 0] - 1
+
+        tokens_M = self.tokens_M.numpy()
         rows: dict[bytes, int] = {}
-        first = [
-            rows.setdefault(tokens[start : start + n].tobytes(), row)
-            for row, (start, n) in enumerate(spans)
-        ]
+        first = []
+        for row, start in enumerate(self.sequences.bounds[:-1].tolist()):
+            prompt = tokens_M[start : start + lengths_B[row]].tobytes()
+            first.append(rows.setdefault(prompt, row))
         return Prompts(lengths_B, np.array(first, np.int64))
 
     def repeated(self, rows: Iterable[int]) -> list[int]:
         """Returns, for each of these rows, how many leading tokens an earlier row shares: its
         prompt, or 0."""
-        seen, counts = set(), []
+        seen = set()
+        counts = []
         for row in rows:
             first = int(self.prompts.first_B[row])
-            counts.append(int(self.prompts.tokens_B[row]) if first in seen else 0)
+            shared = int(self.prompts.tokens_B[row]) if first in seen else 0
+            counts.append(shared)
             seen.add(first)
         return counts
 
     def select(self, rows: RowSelection) -> SequenceBatch:
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
+        experts_MYK = self.experts_MYK
+        if experts_MYK is not None:
+            experts_MYK = self.sequences.take(experts_MYK, rows)
+        told_B = self.told_B
+        if told_B is not None:
+            told_B = told_B[index]
+        routed_B = self.routed_B
+        if routed_B is not None:
+            routed_B = tuple(routed_B[row] for row in torch.arange(len(self))[index])
         return SequenceBatch(
             self.sequences.take(self.tokens_M, rows),
             self.lengths_B[index],
             self._ranges.take(self.ranges_R2, rows),
             self.ranges_B[index],
-            None if self.experts_MYK is None else self.sequences.take(self.experts_MYK, rows),
-            None if self.told_B is None else self.told_B[index],
-            None
-            if self.routed_B is None
-            else tuple(self.routed_B[row] for row in torch.arange(len(self))[index]),
+            experts_MYK,
+            told_B,
+            routed_B,
         )
 
     def with_experts(self, experts_B: Sequence[np.ndarray]) -> SequenceBatch:
@@ -172,20 +183,23 @@ def sequence_batch(
     Raises ValueError with the row if its ranges are not in order between its second token and its
     end.
     """
-    lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
+    lengths = [len(tokens) for tokens in sequences]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
-        edges = [1, *(edge for span in spans for edge in span), length]
-        if any(later < earlier for earlier, later in zip(edges, edges[1:], strict=False)):
+        edges = [1, *itertools.chain.from_iterable(spans), length]
+        if any(later < earlier for earlier, later in itertools.pairwise(edges)):
             raise ValueError(
                 f"row {row} of {length} tokens cannot have its response tokens at {list(spans)}"
             )
+
+    tokens_M = np.concatenate(
+        [np.zeros(0, np.int32), *sequences], dtype=np.int32, casting="same_kind"
+    )
+    ranges = list(itertools.chain.from_iterable(actions))
     return SequenceBatch(
-        torch.from_numpy(
-            np.concatenate([np.zeros(0, np.int32), *sequences], dtype=np.int32, casting="same_kind")
-        ),
+        torch.from_numpy(tokens_M),
         torch.tensor(lengths, dtype=torch.long),
-        torch.tensor([span for spans in actions for span in spans], dtype=torch.long).view(-1, 2),
-        torch.tensor(ranges, dtype=torch.long),
+        torch.tensor(ranges, dtype=torch.long).view(-1, 2),
+        torch.tensor([len(spans) for spans in actions], dtype=torch.long),
     )
 
 
@@ -211,10 +225,13 @@ class ValueTargets(Packed):
     tokens: Tensor
 
     def select(self, rows: RowSelection) -> ValueTargets:
-        values_N, returns_N = (
-            self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N)
+        segments = self.segments
+        return ValueTargets(
+            segments.take(self.old_values_N, rows),
+            segments.take(self.returns_N, rows),
+            segments.select(rows),
+            self.tokens,
         )
-        return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
         return ValueTargets(*(value.to(device) for value in vars(self).values()))
@@ -241,11 +258,13 @@ class SharedPrompts:
     copy_counts: tuple[int, ...]  # tokens of each further copy
 
     def to(self, device: torch.device) -> SharedPrompts:
-        computed_P, kept_L, prompts_X, copies = (
-            _moved(tensor, device)
-            for tensor in (self.computed_P, self.kept_L, self.prompts_X, self.copies)
+        return SharedPrompts(
+            _moved(self.computed_P, device),
+            _moved(self.kept_L, device),
+            _moved(self.prompts_X, device),
+            _moved(self.copies, device),
+            self.copy_counts,
         )
-        return SharedPrompts(computed_P, kept_L, prompts_X, copies, self.copy_counts)
 
 
 class Routing(NamedTuple):
@@ -306,10 +325,9 @@ class PackedBatch:
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
+        shared = None if self.shared is None else self.shared.to(device)
         routing = None if self.routing is None else self.routing.to(device)
-        return replace(
-            self, **tensors, shared=self.shared and self.shared.to(device), routing=routing
-        )
+        return replace(self, **tensors, shared=shared, routing=routing)
 
 
 @dataclass(frozen=True)
@@ -398,25 +416,28 @@ def pack(
         mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
     else:
         mine_L = shared.kept_L
+    routing = None
+    if shape.is_mixture:
+        routing = _routing(batch, starts_B, mine_L, shape.pieces, piece, shared)
+
     place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
     hidden = place_P[batch.responses.spread(starts_B) + batch.predict_N]
     here = hidden >= 0
-    pieces = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
+    hidden_N = hidden[here]
+    pieces_N = torch.div(hidden_N, len(mine_L) // shape.pieces, rounding_mode="floor")
     return PackedBatch(
         packed_L=tokens_P[mine_L],
         positions_L=positions_P[mine_L],
-        hidden_N=hidden[here],
+        hidden_N=hidden_N,
         places_N=here.nonzero().squeeze(1),
         targets_N=batch.targets_N[here].long(),
         rows=slice(first_row, first_row + len(batch)),
         tokens=slice(first_token, first_token + len(hidden)),
         boundaries=torch.tensor(ends, dtype=torch.int32),
         slots=slots,
-        piece_counts=tuple(torch.bincount(pieces, minlength=shape.pieces).tolist()),
+        piece_counts=tuple(torch.bincount(pieces_N, minlength=shape.pieces).tolist()),
         shared=shared,
-        routing=_routing(batch, starts_B, mine_L, shape.pieces, piece, shared)
-        if shape.is_mixture
-        else None,
+        routing=routing,
     )
 
 
@@ -430,26 +451,32 @@ def _routing(
 ) -> Routing:
     """Returns the routing of a piece of the tokens at these places of the whole pack. A shared
     prompt has the experts of its first row."""
-    places_M, each = batch.sequences.block(slice(None)).positions(starts_B), len(mine_L) // pieces
+    places_M = batch.sequences.block(slice(None)).positions(starts_B)
+    each = len(mine_L) // pieces
     own_L = mine_L[piece * each : (piece + 1) * each]
     last = max(int(mine_L.max()), int(places_M.max()))
     if shared is None:
         number_P = torch.full((last + 1,), -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
     else:
         number_P = shared.computed_P
+
     seen_M = number_P[places_M] - piece * each
+    row_M = torch.arange(len(batch)).repeat_interleave(batch.lengths_B)
     own_H = ((seen_M >= 0) & (seen_M < each)).nonzero().squeeze(1)
-    seen = own_H, torch.arange(len(batch)).repeat_interleave(batch.lengths_B)[own_H], seen_M[own_H]
-    times_L = torch.bincount(seen[2], minlength=each) * int(batch.responses.tokens > 0)
+    row_H = row_M[own_H]
+    seen_H = seen_M[own_H]
+    times_L = torch.bincount(seen_H, minlength=each) * int(batch.responses.tokens > 0)
     if batch.experts_MYK is None:
-        return Routing(times_L, None, None, *seen)
+        return Routing(times_L, None, None, own_H, row_H, seen_H)
+
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
     told_B = batch.lengths_B if batch.told_B is None else batch.told_B
     told_M = place_M < told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((last + 1,), -1)
     source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
     source_L = source_P[own_L]
-    return Routing(times_L, source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], *seen)
+    experts_LYK = batch.experts_MYK[source_L.clamp(min=0)]
+    return Routing(times_L, source_L >= 0, experts_LYK, own_H, row_H, seen_H)
 
 
 def share_prompts(
@@ -469,7 +496,9 @@ def share_prompts(
             copies.setdefault(first[row], []).append(ends[row])
             kept_P[ends[row] : ends[row] + count] = False
     computed_P = kept_P.cumsum(0) - 1
-    prompts, again = [], [[] for _ in range(max(map(len, copies.values())))]  # type: ignore[var-annotated]
+
+    prompts: list[Tensor] = []
+    again: list[list[Tensor]] = [[] for _ in range(max(map(len, copies.values())))]
     for row, starts in sorted(copies.items(), key=lambda item: -len(item[1])):
         count = int(batch.prompts.tokens_B[row])
         own = computed_P[ends[row] : ends[row] + count]
@@ -481,7 +510,7 @@ def share_prompts(
         computed_P=computed_P,
         kept_L=kept_P.nonzero().squeeze(1),
         prompts_X=torch.cat(prompts),
-        copies=torch.cat([places for number in again for places in number]),
+        copies=torch.cat(list(itertools.chain.from_iterable(again))),
         copy_counts=tuple(sum(map(len, number)) for number in again),
     )
 

@@ -141,7 +141,8 @@ class Run:
         if not title(self.command).startswith(self._program):  # it is still being isolated
             return
         self._looked = time.monotonic()
-        with contextlib.suppress(psutil.NoSuchProcess):
+        # the command may end at any moment, and its folder in /proc with it
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             children = self.command.children(recursive=True)
             self.seen |= {self.command, *children}
             titles = {child: title(child) for child in children}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -33,7 +34,7 @@ def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> flo
             f"a standard error needs samples of at least two prompts, got {clusters}, each with "
             "samples"
         )
-    grand_mean = fmean(score for scores in scores_by_prompt for score in scores)
+    grand_mean = fmean(chain.from_iterable(scores_by_prompt))
     samples = sum(map(len, scores_by_prompt))
     squares = math.fsum(
         math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt
@@ -63,15 +64,16 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     the effective number lies between that of the problems and that of all draws. Where all draws
     have the same outcome the effect cannot be seen: then the number is that of the problems.
     """
-    problems, center = len(shares), fmean(shares)
+    problems = len(shares)
+    center = fmean(shares)
     spread = center * (1 - center)
     effect = float(draws)
     if problems > 1 and spread > 0:
-        squared_error = (
-            math.fsum((share - center) ** 2 for share in shares) / (problems - 1) / problems
-        )
+        squares = math.fsum((share - center) ** 2 for share in shares)
+        squared_error = squares / (problems - 1) / problems
         effect = min(max(squared_error * (problems * draws - 1) / spread, 1.0), effect)
-    size, z = problems * draws / effect, _QUANTILE
+    size = problems * draws / effect
+    z = _QUANTILE
     middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
     return min(center, middle - half), max(center, middle + half)
@@ -147,38 +149,47 @@ def summarize(
 ) -> EvaluationResult:
     """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
-    flat = [completion for group in groups for completion in group]
+    flat = list(chain.from_iterable(groups))
+    right = []
+    votes = []
+    for group in groups:
+        is_right = [bool(completion["score"] >= SOLVED) for completion in group]
+        stated = [completion["vote"] for completion in group]
+        right.append(is_right)
+        votes.append(list(zip(stated, is_right, strict=True)))
+
     samples = len(groups[0])
-    right = [[_is_right(completion) for completion in group] for group in groups]
     passes = passes_at_k(right, ks)
-    votes = [
-        [(completion["vote"], _is_right(completion)) for completion in group] for group in groups
-    ]
-    counted = majorities(votes, sorted({*ks, samples}))
-    chances = {k: [chance for chance, _ in pairs] for k, pairs in counted.items()}
+    chances = {}
+    ties = {}
+    for k, counted in majorities(votes, sorted({*ks, samples})).items():
+        chances[k] = [chance for chance, _ in counted]
+        ties[k] = fmean(tie for _, tie in counted)
+
+    error = clustered_standard_error(right) if len(right) > 1 else None
     lengths_known = all(completion["tokens"] is not None for completion in flat)
+    length = fmean(completion["tokens"] for completion in flat) if lengths_known else None
+    ended = fmean(not completion["truncated"] for completion in flat) if lengths_known else None
     ungraded = [completion for completion in flat if not completion["graded"]]
     return EvaluationResult(
         benchmark=benchmark,
         model=model,
         dataset=dataset,
-        accuracy=fmean(one for group in right for one in group),
+        accuracy=fmean(chain.from_iterable(right)),
         accuracy_interval=wilson_interval([fmean(group) for group in right], samples),
-        standard_error=clustered_standard_error(right) if len(right) > 1 else None,
+        standard_error=error,
         prompts=len(groups),
         samples_per_prompt=samples,
         score_mean=fmean(completion["score"] for completion in flat),
         reward_mean=fmean(completion["reward"] for completion in flat),
-        response_length_mean=fmean(completion["tokens"] for completion in flat)
-        if lengths_known
-        else None,
-        ended=fmean(not completion["truncated"] for completion in flat) if lengths_known else None,
+        response_length_mean=length,
+        ended=ended,
         extra_logs=_log_means(flat),
         pass_at_k={k: fmean(shares) for k, shares in passes.items()},
         pass_at_k_intervals=_intervals(passes, samples),
         majority_at_k={k: fmean(shares) for k, shares in chances.items()},
         majority_at_k_intervals=_intervals(chances, samples),
-        ties_at_k={k: fmean(tie for _, tie in pairs) for k, pairs in counted.items()},
+        ties_at_k=ties,
         reward_failures=len(ungraded),
         grading_error=next((c["error"] for c in ungraded if "error" in c), None),
         skipped_overlong=skipped_overlong,
@@ -187,19 +198,17 @@ def summarize(
     )
 
 
-def _is_right(completion: Mapping[str, Any]) -> bool:
-    return bool(completion["score"] >= SOLVED)
-
-
 def _intervals(shares: Mapping[int, Sequence[float]], samples: int) -> dict[int, Interval]:
     """Of what takes k samples at a time, of which there are n // k that share none."""
     return {k: wilson_interval(each, samples // k) for k, each in shares.items()}
 
 
 def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    names = sorted({name for completion in completions for name in completion["extra_logs"]})
-    logs = [completion["extra_logs"] for completion in completions]
-    return {name: fmean(each[name] for each in logs if name in each) for name in names}
+    logged: dict[str, list[float]] = {}
+    for completion in completions:
+        for name, value in completion["extra_logs"].items():
+            logged.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in sorted(logged.items())}
 
 
 def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:
@@ -212,87 +221,87 @@ def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None
             f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} "
             "completions"
         )
-        about = [f"model  {result.model}"] if result.model is not None else []
-        parts.append(
-            "\n".join([heading, *about, f"data   {result.dataset}", "", *_numbers(result, before)])
-        )
+        lines = [heading]
+        if result.model is not None:
+            lines.append(f"model  {result.model}")
+        lines += [f"data   {result.dataset}", "", *_numbers(result, before)]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
 def _overview(results: Sequence[EvaluationResult]) -> str:
     """Percentages; values of several k stand between slashes, in the order of the heading; "-": no
     votes."""
-    voted = next((r.majority_at_k for r in results if r.majority_at_k), {})
-    passes, votes = ([k for k in found if k > 1] for found in (results[0].pass_at_k, voted))
-    headings = [
-        f"{name}@{'/'.join(map(str, ks))}" for name, ks in (("pass", passes), ("maj", votes)) if ks
-    ]
-    rows = [["benchmark", "problems", f"accuracy (n = {results[0].samples_per_prompt})", *headings]]
-    for r in results:
-        of_k = [(r.pass_at_k, passes), (r.majority_at_k, votes)]
-        slashes = [
-            "/".join(f"{100 * found[k]:.1f}" for k in ks) if found else "-"
-            for found, ks in of_k
-            if ks
-        ]
-        rows.append([r.benchmark, str(r.prompts), f"{100 * r.accuracy:.1f}", *slashes])
+    voted = next((result.majority_at_k for result in results if result.majority_at_k), {})
+    passes = [k for k in results[0].pass_at_k if k > 1]
+    votes = [k for k in voted if k > 1]
+
+    heading = ["benchmark", "problems", f"accuracy (n = {results[0].samples_per_prompt})"]
+    for name, ks in (("pass", passes), ("maj", votes)):
+        if ks:
+            heading.append(f"{name}@{'/'.join(map(str, ks))}")
+    rows = [heading]
+    for result in results:
+        row = [result.benchmark, str(result.prompts), f"{100 * result.accuracy:.1f}"]
+        if passes:
+            row.append(_slashed(result.pass_at_k, passes))
+        if votes:
+            row.append(_slashed(result.majority_at_k, votes))
+        rows.append(row)
     return "\n".join(_aligned(rows))
 
 
+def _slashed(shares: Mapping[int, float], ks: Sequence[int]) -> str:
+    return "/".join(f"{100 * shares[k]:.1f}" for k in ks) if shares else "-"
+
+
 def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list[str]:
-    earlier = {
-        name: _percent(value) for name, value in ({} if before is None else _shares(before)).items()
-    }
-    if before is not None:
-        earlier["mean score"] = f"{before['score_mean']:.3f}"
-    intervals = {
-        "accuracy": result.accuracy_interval,
-        **{f"pass@{k}": interval for k, interval in result.pass_at_k_intervals.items()},
-        **{f"maj@{k}": interval for k, interval in result.majority_at_k_intervals.items()},
-    }
+    intervals = {"accuracy": result.accuracy_interval}
+    for k, interval in result.pass_at_k_intervals.items():
+        intervals[f"pass@{k}"] = interval
+    for k, interval in result.majority_at_k_intervals.items():
+        intervals[f"maj@{k}"] = interval
     ties = {
         f"maj@{k}": f" (ties: {_percent(share)})" for k, share in result.ties_at_k.items() if share
     }
-    shown = [
-        (name, _percent(value) + ties.get(name, ""), intervals[name])
-        for name, value in _shares(asdict(result)).items()
-    ]
-    rows = [["number", "value", "95 % interval", *(["before"] if before is not None else [])]]
-    for name, value, interval in [
-        *shown,
-        *((name, value, None) for name, value in _measured(result)),
-    ]:
-        low_high = "" if interval is None else f"{100 * interval[0]:.1f} to {_percent(interval[1])}"
-        rows.append(
-            [name, value, low_high, *([earlier.get(name, "")] if before is not None else [])]
-        )
+
+    rows = [["number", "value", "95 % interval"]]
+    for name, share in _shares(asdict(result)).items():
+        low, high = intervals[name]
+        value = _percent(share) + ties.get(name, "")
+        rows.append([name, value, f"{100 * low:.1f} to {_percent(high)}"])
+    rows += [[name, value, ""] for name, value in _measured(result)]
+
+    if before is not None:
+        earlier = {name: _percent(share) for name, share in _shares(before).items()}
+        earlier["mean score"] = f"{before['score_mean']:.3f}"
+        rows[0].append("before")
+        for row in rows[1:]:
+            row.append(earlier.get(row[0], ""))
     return _aligned(rows)
 
 
 def _shares(result: Mapping[str, Any]) -> dict[str, float]:
-    of_k = {"pass": result.get("pass_at_k", {}), "maj": result.get("majority_at_k", {})}
-    named = {
-        f"{name}@{k}": value
-        for name, found in of_k.items()
-        for k, value in found.items()
-        if int(k) > 1
-    }
-    return {"accuracy": result["accuracy"], **named}
+    """The accuracy, and pass@k and maj@k of k above 1, by name; a saved result has k as text."""
+    shares = {"accuracy": result["accuracy"]}
+    for name, key in (("pass", "pass_at_k"), ("maj", "majority_at_k")):
+        for k, value in result.get(key, {}).items():
+            if int(k) > 1:
+                shares[f"{name}@{k}"] = value
+    return shares
 
 
 def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
     found = [
-        ("mean score", result.score_mean, 1, "{:.3f}"),
-        ("mean reward", result.reward_mean, 1, "{:.3f}"),
-        ("length", result.response_length_mean, 1, "{:.1f} tokens"),
-        ("ended", result.ended, 100, "{:.1f} %"),
-        *((f"reward log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
+        ("mean score", f"{result.score_mean:.3f}"),
+        ("mean reward", f"{result.reward_mean:.3f}"),
     ]
-    return [
-        (name, form.format(scale * value))
-        for name, value, scale, form in found
-        if value is not None
-    ]
+    if result.response_length_mean is not None:
+        found.append(("length", f"{result.response_length_mean:.1f} tokens"))
+    if result.ended is not None:
+        found.append(("ended", _percent(result.ended)))
+    found += [(f"reward log {name}", f"{value:.4g}") for name, value in result.extra_logs.items()]
+    return found
 
 
 def notes(result: EvaluationResult) -> list[str]:
@@ -328,13 +337,11 @@ def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) 
             lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
         grade = f"score {sample['score']:g}" if sample["graded"] else "not graded"
         lines.append(("completion", f"[{grade}] {sample['completion']}"))
-        texts = [
-            shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ")
-            for _, text in lines
-        ]
-        parts.append(
-            "\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True))
-        )
+        shown = []
+        for name, text in lines:
+            short = shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ")
+            shown.append(f"{name:<11} {short}")
+        parts.append("\n".join(shown))
     return "\n\n".join(parts)
 
 
@@ -350,5 +357,11 @@ def _percent(value: float) -> str:
 
 def _sample(problem: Mapping[str, Any]) -> dict[str, Any]:
     first = problem["completions"][0]
-    sample = {"prompt": problem["prompt"], "completion": first["text"], "label": problem["label"]}
-    return sample | {name: first[name] for name in ("reward", "score", "graded")}
+    return {
+        "prompt": problem["prompt"],
+        "completion": first["text"],
+        "label": problem["label"],
+        "reward": first["reward"],
+        "score": first["score"],
+        "graded": first["graded"],
+    }

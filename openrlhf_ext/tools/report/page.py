@@ -10,10 +10,12 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,14 @@ class Run:
         """The records of training steps."""
         return [record for record in self.records if "time/step" in record]
 
+    def last_event(self, kind: str) -> Record:
+        """The last event of a kind; empty if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == kind), {})
+
     @property
     def start(self) -> Record:
-        """The last event of a start: options, versions, hardware, layout; empty if there is
-        none."""
-        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+        """The last event of a start: options, versions, hardware, layout."""
+        return self.last_event("start")
 
     def values_of(self, option: str) -> list[str]:
         """An option's value; of starts that have other values each with its steps; empty: no start
@@ -104,11 +109,13 @@ class Run:
         ``unknown``."""
         if not self.events:
             return "unknown"
-        last = next(
-            (e["event"] for e in reversed(self.events) if e["event"] in _BEGINS | _ENDS.keys()),
-            "start",
-        )
-        return _ENDS.get(last, "no end")
+        for event in reversed(self.events):
+            kind = event["event"]
+            if kind in _ENDS:
+                return _ENDS[kind]
+            if kind in _BEGINS:
+                break
+        return "no end"
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -138,15 +145,16 @@ def _names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        there = (
-            "it holds no metrics.jsonl"
-            if folder.is_dir()
-            else f"there is no such folder{similar_path(folder)}"
-        )
-        there = "it is a file" if folder.is_file() else there
+        if folder.is_file():
+            there = "it is a file"
+        elif folder.is_dir():
+            there = "it holds no metrics.jsonl"
+        else:
+            there = f"there is no such folder{similar_path(folder)}"
         raise InputError(
             f"{folder} is not the folder of a run: {there}; give the folder of logger.metrics_path"
         )
+
     missing: list[str] = []
     records = read_metrics(metrics)
     if not records:
@@ -162,12 +170,14 @@ def _read_run(folder: Path, name: str) -> Run:
 def _ledger(path: Path, missing: list[str]) -> list[str]:
     """What the check says; nothing of runs that have no ledger: supervised ones and those of
     earlier releases."""
+    if not path.exists():
+        return []
     try:
-        audit = Audit(path) if path.exists() else None
+        audit = Audit(path)
     except InputError as error:
         missing.append(f"{error}: what became of the prompts is not known.")
         return []
-    return [] if audit is None else [*audit.lines, *audit.faults[:_LISTED_FAULTS]]
+    return [*audit.lines, *audit.faults[:_LISTED_FAULTS]]
 
 
 def _optional(
@@ -256,7 +266,8 @@ def write_page(
 def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> Record:
     longest = max((len(run.steps) for run in runs), default=0)
     window = smooth if smooth is not None else smoothing_window(longest)
-    budget, names = _SAMPLED_TOKENS // len(runs), curve_names(runs)
+    names = curve_names(runs)
+    budget = _SAMPLED_TOKENS // len(runs)
     return {
         "made": now(),
         "window": window,
@@ -279,36 +290,32 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
 
 def _run(run: Run, window: int, now: float) -> Record:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
-    steps, options = run.steps, run.start.get("options", {})
-    due = next(
-        (event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None
-    )
+    steps = run.steps
+    labels = [record["label"] for record in run.records if record.get("label")]
+    options = run.start.get("options", {})
     model = options.get("actor.model_name_or_path") or options.get("model.model_name_or_path")
     about = [*run.values_of("algo.advantage.estimator"), model]
+
+    numbers = []
+    for name in _HEADLINES:
+        if name in _SCORES and not _is_graded(run, name):
+            continue
+        if number := _first_and_last(run, name, window):
+            numbers.append(number)
+
     return {
         "name": run.name,
         "state": run.state,
         "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
         "step": steps[-1]["step"] if steps else 0,
-        "of": due,
+        "of": run.last_event("ready").get("steps"),
         "seconds": max(times) - min(times) if times else 0,
         "silent": now - max(times) if times else None,
-        "label": next(
-            (record["label"] for record in reversed(run.records) if record.get("label")), ""
-        ),
+        "label": labels[-1] if labels else "",
         "missing": run.missing,
         "clock": _clock(run),
-        "numbers": [
-            number
-            for name in _HEADLINES
-            if (name not in _SCORES or _is_graded(run, name))
-            and (number := _first_and_last(run, name, window))
-        ],
-        "failure": next(
-            (e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None
-        )
-        if run.state == "failed"
-        else None,
+        "numbers": numbers,
+        "failure": run.last_event("failure").get("error") if run.state == "failed" else None,
     }
 
 
@@ -330,17 +337,15 @@ def _first_and_last(run: Run, name: str, window: int) -> Record | None:
     if not present:
         return None
     error = f"{name}_stderr"
-    # of a short run at most a quarter on either side: otherwise the first and the last would be the
-    # same steps
-    count = (
-        1 if error in present[-1] else max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
-    )
-    means = [
-        moving_mean([record[name] for record in part], count)[-1]
-        for part in (present[:count], present[-count:])
-    ]
-    first, last = map(_number, means)
     stderr = _number(present[-1].get(error, math.nan))
+    count = 1
+    if error not in present[-1]:
+        # of a short run at most a quarter on either side: otherwise the first and the last would be
+        # the same steps
+        count = max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
+    values = [record[name] for record in present]
+    first = _number(moving_mean(values[:count], count)[-1])
+    last = _number(moving_mean(values[-count:], count)[-1])
     return {"name": name, "first": first, "last": last, "of": count, "stderr": stderr}
 
 
@@ -350,13 +355,13 @@ def _first_and_last(run: Run, name: str, window: int) -> Record | None:
 def curve_names(runs: Sequence[Run]) -> list[str]:
     """Metrics of any run in the order of docs/metrics.md; those of single ranks have a place of
     their own."""
-    present = {name for run in runs for record in run.records for name in record}
-    present -= {
-        "step",
-        "time",
-        "label",
-        *(name for name in _SCORES if not any(_is_graded(run, name) for run in runs)),
-    }
+    present: set[str] = set()
+    for run in runs:
+        present.update(*run.records)
+    present -= {"step", "time", "label"}
+    for score in _SCORES:
+        if not any(_is_graded(run, score) for run in runs):
+            present.discard(score)
     order = {metric.name: place for place, metric in enumerate(METRICS)}
 
     def key(name: str) -> tuple[Any, ...]:
@@ -366,10 +371,8 @@ def curve_names(runs: Sequence[Run]) -> list[str]:
             return where, found["set"] or "", int(found["k"])
         return where, name, 0
 
-    return sorted(
-        (name for name in present if not (name.startswith("rank/") and name.count("/") > 1)),
-        key=key,
-    )
+    shown = [name for name in present if not (name.startswith("rank/") and name.count("/") > 1)]
+    return sorted(shown, key=key)
 
 
 def _is_graded(run: Run, score: str) -> bool:
@@ -391,16 +394,9 @@ def _metric_of(name: str) -> Metric | None:
 
 def _key_curves(names: Sequence[str]) -> list[str]:
     """The curves in front, the accuracy of each named held-out set behind the mean of them."""
-    sets = [
-        name
-        for name in names
-        if name.startswith("eval/") and name.endswith("/accuracy") and name.count("/") == 2
-    ]
-    keys = [
-        key
-        for name in _KEY_CURVES
-        for key in ((name, *sets) if name == "eval/accuracy" else (name,))
-    ]
+    sets = [name for name in names if re.fullmatch("eval/[^/]*/accuracy", name)]
+    place = _KEY_CURVES.index("eval/accuracy") + 1
+    keys = (*_KEY_CURVES[:place], *sets, *_KEY_CURVES[place:])
     return [name for name in keys if name in names]
 
 
@@ -411,19 +407,27 @@ def _at_k(runs: Sequence[Run]) -> list[Record]:
     for number, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Points]] = {}  # of each plot, by step
         for record in run.records:
-            for name in record:
+            for name, value in record.items():
                 if found := _AT_K.fullmatch(name):
                     by_step = points.setdefault((found["set"] or "", found["kind"]), {})
-                    by_step.setdefault(record["step"], []).append(
-                        [int(found["k"]), _number(record[name])]
-                    )
+                    of_step = by_step.setdefault(record["step"], [])
+                    of_step.append([int(found["k"]), _number(value)])
+
         for plot, by_step in points.items():
-            for step in dict.fromkeys((min(by_step), max(by_step))):
-                line = {"run": number, "step": step, "first": step == min(by_step) != max(by_step)}
-                plots.setdefault(plot, []).append({**line, "points": sorted(by_step[step])})
+            first, last = min(by_step), max(by_step)
+            for step in dict.fromkeys((first, last)):
+                plots.setdefault(plot, []).append(
+                    {
+                        "run": number,
+                        "step": step,
+                        "first": step == first != last,
+                        "points": sorted(by_step[step]),
+                    }
+                )
+
     return [
         {
-            "title": f"{kind}@k" + (f" of {of}" if of else ""),
+            "title": f"{kind}@k of {of}" if of else f"{kind}@k",
             "lines": lines,
             "name": f"eval/{of}/{kind}@k" if of else f"eval/{kind}@k",
         }
@@ -445,18 +449,24 @@ def _chart(name: str, runs: Sequence[Run], window: int) -> Record:
 def _line(run: Run, name: str, window: int) -> Record:
     """A curve's points; where the run tells their standard errors, these instead of a moving
     mean."""
-    present = [record for record in run.records if name in record]
-    steps, values = [record["step"] for record in present], [record[name] for record in present]
+    steps = []
+    values = []
+    error = f"{name}_stderr"
+    errors = {}
+    for record in run.records:
+        if name in record:
+            steps.append(record["step"])
+            values.append(record[name])
+            if error in record:
+                errors[record["step"]] = _number(record[error])
+
     raw = thinned(steps, values)
-    errors = {r["step"]: _number(r[f"{name}_stderr"]) for r in present if f"{name}_stderr" in r}
     if errors:
         return {"raw": [[step, value, errors.get(step)] for step, value in raw], "smooth": []}
-    smoothed = (
-        moving_mean(values, window)
-        if 1 < window < len(values) and len(values) >= SMOOTHED_FROM
-        else []
-    )
-    return {"raw": raw, "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
+    smooth: Points = []
+    if 1 < window < len(values) and len(values) >= SMOOTHED_FROM:
+        smooth = thinned(steps, moving_mean(values, window), BUCKETS // 2)
+    return {"raw": raw, "smooth": smooth}
 
 
 def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Points:
@@ -468,8 +478,10 @@ def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Po
     places: Iterable[int] = range(len(values))
     if len(values) > 2 * buckets:
         size = len(values) / buckets
-        parts = (range(int(part * size), int((part + 1) * size)) for part in range(buckets))
-        places = sorted({0, len(values) - 1}.union(*(_ends(part, values) for part in parts)))
+        chosen = {0, len(values) - 1}
+        for part in range(buckets):
+            chosen.update(_ends(range(int(part * size), int((part + 1) * size)), values))
+        places = sorted(chosen)
     return [[steps[place], _number(values[place])] for place in places]
 
 
@@ -494,49 +506,60 @@ def _number(value: float) -> float | None:
 def _phases(run: Run) -> Record:
     """Mean seconds of each phase in up to ``BUCKETS`` parts of the run, and over all of it."""
     steps = run.steps
-    busy = [sum(step.get(f"time/{phase}", 0.0) for phase in _PHASES) for step in steps]
-    streams = sum(busy) > 1.05 * sum(step["time/step"] for step in steps)
+    busy = sum(sum(_seconds(step, _PHASES)) for step in steps)
+    streams = busy > 1.05 * sum(step["time/step"] for step in steps)
     names = _STREAMED_PHASES if streams else _PHASES
-    rows = [[step.get(f"time/{phase}", 0.0) for phase in names] for step in steps]
-    # in a streaming run the wait for the sync is a part of time/sync, and nothing else overlaps
-    rows = [
-        [*row, max(0.0, step["time/step"] - sum(row))]
-        for row, step in zip(rows, steps, strict=True)
-    ]
+    rows = []
+    for step in steps:
+        # in a streaming run the wait for the sync is a part of time/sync, and nothing else overlaps
+        seconds = _seconds(step, names)
+        rows.append([*seconds, max(0.0, step["time/step"] - sum(seconds))])
+
     size = max(1, math.ceil(len(rows) / BUCKETS))
-    parts = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    starts = range(0, len(rows), size)
     return {
         "names": [*names, "other"],
         "streams": streams,
-        "steps": [steps[part.start]["step"] for part in parts],
-        "rows": [
-            [_number(sum(rows[i][c] for i in part) / len(part)) for c in range(len(names) + 1)]
-            for part in parts
-        ],
-        "mean": [_number(sum(column) / len(rows)) for column in zip(*rows, strict=True)],
+        "steps": [steps[start]["step"] for start in starts],
+        "rows": [_means(rows[start : start + size]) for start in starts],
+        "mean": _means(rows),
     }
+
+
+def _seconds(step: Record, phases: Sequence[str]) -> list[float]:
+    return [step.get(f"time/{phase}", 0.0) for phase in phases]
+
+
+def _means(rows: Sequence[Numbers]) -> list[float | None]:
+    return [_number(sum(column) / len(rows)) for column in zip(*rows, strict=True)]
 
 
 def _ranks(run: Run) -> list[Record]:
     """Peak memory and own time by rank, from the last record that has them."""
-    last = next((r for r in reversed(run.records) if any(n.startswith("rank/0/") for n in r)), {})
+    last: Record = {}
+    for record in reversed(run.records):
+        if any(name.startswith("rank/0/") for name in record):
+            last = record
+            break
     parts = (name.split("/") for name in last if name.startswith("rank/"))
     numbers = {part[1] for part in parts if len(part) == 3 and part[1].isdecimal()}
-    return [
-        {
-            "rank": int(rank),
-            "memory": _number(last.get(f"rank/{rank}/memory_gib", math.nan)),
-            "seconds": _number(
-                sum(last.get(f"rank/{rank}/time_{phase}", 0.0) for phase in ("logprob", "train"))
-            ),
-        }
-        for rank in sorted(numbers, key=int)
-    ]
+
+    ranks = []
+    for rank in sorted(numbers, key=int):
+        own = f"rank/{rank}"
+        memory = last.get(f"{own}/memory_gib", math.nan)
+        seconds = last.get(f"{own}/time_logprob", 0.0) + last.get(f"{own}/time_train", 0.0)
+        ranks.append({"rank": int(rank), "memory": _number(memory), "seconds": _number(seconds)})
+    return ranks
 
 
 def _profile(run: Run) -> list[Record]:
     shown = ("step", "rank", "seconds", "wall", "trace", "host")
-    return [{k: e[k] for k in shown if k in e} for e in run.events if e["event"] == "profile"]
+    profiles = []
+    for event in run.events:
+        if event["event"] == "profile":
+            profiles.append({name: event[name] for name in shown if name in event})
+    return profiles
 
 
 # ---- events, options
@@ -546,12 +569,12 @@ def _events(run: Run) -> Record:
     """Events to be listed, newest last; groups that were dropped or late are many, and are added
     up."""
     listed = [event for event in run.events if event["event"] not in _COUNTED]
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for event in run.events:
         if event["event"] in _COUNTED:
             for name in ("filtered", "late", "unstarted", "skipped", "count"):
                 kind = "trained late" if name == "count" else f"dropped, {name}"
-                counts[kind] = counts.get(kind, 0) + event.get(name, 0)
+                counts[kind] += event.get(name, 0)
     return {
         "left_out": max(0, len(listed) - _LISTED_EVENTS),
         "counts": {kind: count for kind, count in counts.items() if count},
@@ -564,32 +587,30 @@ def _events(run: Run) -> Record:
 
 def _facts_text(event: Record) -> str:
     """An event's facts in one line; those of a start have tables of their own."""
-    if sentence := _SENTENCES.get(event["event"]):
-        return sentence(event)
+    fact = event.get
+    match event["event"]:
+        case "start":
+            return f"to resume from step {event['resume_step']}" if fact("resume_step") else ""
+        case "ready":
+            return f"{len(fact('processes', ()))} processes, {fact('steps')} steps"
+        case "resumed":
+            return f"from step {fact('resume_step')}, {fact('path')}"
+        case "evaluation":
+            text = f"accuracy {fact('accuracy', math.nan):.3f} ± {fact('stderr', math.nan):.3f}"
+            if fact("score", fact("accuracy")) != fact("accuracy"):
+                text += f", mean score {event['score']:.3f}"
+            return text
+        case "failure":
+            return _short(fact("error"))
+        case "restart":
+            return f"{fact('number')} of at most {fact('most')}"
+        case "profile":
+            return f"rank {fact('rank')}, {fact('trace')} on {fact('host')}"
+        case "slow_rank":
+            times = f"{fact('over_mean', math.nan):.1f} times the mean"
+            return f"policy rank {fact('rank')} on {fact('host')}, {times}"
     facts = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
-    return ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
-
-
-_SENTENCES: dict[str, Callable[[Record], str]] = {
-    "start": lambda e: f"to resume from step {e['resume_step']}" if e.get("resume_step") else "",
-    "ready": lambda e: f"{len(e.get('processes', ()))} processes, {e.get('steps')} steps",
-    "resumed": lambda e: f"from step {e.get('resume_step')}, {e.get('path')}",
-    "evaluation": lambda e: (
-        f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}"
-        + (
-            f", mean score {e['score']:.3f}"
-            if e.get("score", e.get("accuracy")) != e.get("accuracy")
-            else ""
-        )
-    ),
-    "failure": lambda e: _short(e.get("error")),
-    "restart": lambda e: f"{e.get('number')} of at most {e.get('most')}",
-    "profile": lambda e: f"rank {e.get('rank')}, {e.get('trace')} on {e.get('host')}",
-    "slow_rank": lambda e: (
-        f"policy rank {e.get('rank')} on {e.get('host')}, {e.get('over_mean', math.nan):.1f} "
-        "times the mean"
-    ),
-}
+    return _short(facts)
 
 
 def _short(value: Any) -> str:
@@ -603,17 +624,16 @@ def _short(value: Any) -> str:
 
 def _options(runs: Sequence[Run]) -> list[Record]:
     options = [run.start.get("options", {}) for run in runs]
-    given = [set(run.start.get("set", ())) for run in runs]
+    given = set(chain.from_iterable(run.start.get("set", ()) for run in runs))
     rows = []
-    for name in dict.fromkeys(name for one in options for name in one):
+    for name in dict.fromkeys(chain.from_iterable(options)):
         found = [run.values_of(name) for run in runs]
         values = [
             ", ".join(one) or (_NO_OPTION if of else None)
             for one, of in zip(found, options, strict=True)
         ]
-        is_set = any(key == name or key.startswith(f"{name}.") for keys in given for key in keys)
-        known = {value for one in found for value in one}
-        differs = len(known) > 1 or (is_set and _NO_OPTION in values)
+        is_set = any(key == name or key.startswith(f"{name}.") for key in given)
+        differs = len({*chain(*found)}) > 1 or (is_set and _NO_OPTION in values)
         rows.append({"name": name, "values": values, "differs": differs, "set": is_set})
     return rows
 
@@ -622,7 +642,7 @@ def _facts(runs: Sequence[Run]) -> list[Record]:
     rows = []
     for part in ("layout", "hardware", "versions"):
         facts = [run.start.get(part, {}) for run in runs]
-        for name in dict.fromkeys(name for one in facts for name in one):
+        for name in dict.fromkeys(chain.from_iterable(facts)):
             values = [_fact(one[name]) if name in one else None for one in facts]
             differs = len(set(values) - {None}) > 1
             rows.append({"part": part, "name": name, "values": values, "differs": differs})
@@ -640,19 +660,16 @@ def _samples(run: Run, budget: int) -> Record:
     """Groups of completions of as many steps as the budget of tokens holds: the last one, the
     first, some between."""
     by_step: dict[int, list[Record]] = {}
+    sizes: Counter[int] = Counter()
     for sample in run.samples:
         by_step.setdefault(sample["step"], []).append(sample)
+        sizes[sample["step"]] += min(len(sample["tokens"]), _COMPLETION_TOKENS)
     steps = sorted(by_step)
-    sizes = {
-        step: sum(min(len(s["tokens"]), _COMPLETION_TOKENS) for s in by_step[step])
-        for step in steps
-    }
-    chosen = steps
     for stride in range(1, len(steps) + 1):
         chosen = sorted({steps[0], *steps[::-1][::stride]})
         if sum(sizes[step] for step in chosen) <= budget:
             break
-    if sum(sizes[step] for step in chosen) > budget:
+    else:
         chosen = steps[-1:]
     return {
         "left_out": len(steps) - len(chosen),
@@ -669,7 +686,6 @@ def _groups(samples: Sequence[Record]) -> list[Record]:
 
 
 def _group(name: str, samples: Sequence[Record]) -> Record:
-    written = [sample.get("environment", [])[:_COMPLETION_TOKENS] for sample in samples]
     quantities = {}
     for key, scale in (("entropies", "amount"), ("advantages", "signed")):
         rows = [(sample.get(key) or [])[:_COMPLETION_TOKENS] for sample in samples]
@@ -680,18 +696,20 @@ def _group(name: str, samples: Sequence[Record]) -> Record:
         "prompt": samples[0].get("prompt", ""),
         "label": _label(samples[0].get("label")),
         "quantities": quantities,
-        "completions": [
-            {
-                "reward": _number(sample.get("reward", math.nan)),
-                "score": sample.get("score"),
-                "truncated": bool(sample.get("truncated")),
-                "guide": bool(sample.get("from_guide")),
-                "length": len(sample["tokens"]),
-                "tokens": sample["tokens"][:_COMPLETION_TOKENS],
-                "environment": environment if any(environment) else None,
-            }
-            for sample, environment in zip(samples, written, strict=True)
-        ],
+        "completions": list(map(_completion, samples)),
+    }
+
+
+def _completion(sample: Record) -> Record:
+    environment = sample.get("environment", [])[:_COMPLETION_TOKENS]
+    return {
+        "reward": _number(sample.get("reward", math.nan)),
+        "score": sample.get("score"),
+        "truncated": bool(sample.get("truncated")),
+        "guide": bool(sample.get("from_guide")),
+        "length": len(sample["tokens"]),
+        "tokens": sample["tokens"][:_COMPLETION_TOKENS],
+        "environment": environment if any(environment) else None,
     }
 
 
