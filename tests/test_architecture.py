@@ -224,8 +224,8 @@ def test_every_room_is_covered():
 NODES = {
     "openrlhf_ext/algorithms": 38_800,
     "openrlhf_ext/checkpoints": 7_100,
-    "openrlhf_ext/cli": 19_100,
-    "openrlhf_ext/config": 32_900,
+    "openrlhf_ext/cli": 19_150,
+    "openrlhf_ext/config": 32_950,
     "openrlhf_ext/driver": 49_000,
     "openrlhf_ext/fp8": 3_300,
     "openrlhf_ext/groups": 3_600,

@@ -77,22 +77,20 @@ def create_rollout_engines(
     more_env: Mapping[str, str] = MappingProxyType({}),
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineFleet:
-    """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError,
+    """Starts engines and returns their handles at once (`wait_until_ready`). Raises ValueError or
     EngineStartError.
 
     Args:
         options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
         seed: engine i samples with seed + i, where a request has no seed of its own.
-        places: None: engines on CPU that go where Ray puts them.
-        batch_invariant: GPUs only: kernels whose results do not depend on what else is in the
-        batch; slower.
-        adapter: rank and modules of those that updates bring in the place of all weights.
-        tells_entropies: of the distributions that tokens are sampled from, with the completions.
-        routed_experts: of a mixture of experts, with the completions
-        (`response.Response.experts_RLK`). vLLM keeps a
-            row for every slot of its cache on the host: layers x experts of a token, bytes.
-        more_env: of the engines' processes, beside `engine_env`.
-        hf_overrides: entries of the model's config.json that are others for vLLM.
+        places: None for engines on CPU, which go where Ray puts them.
+        batch_invariant: GPUs only: kernels whose results do not depend on the rest of the batch.
+        adapter: rank and modules of the adapters that updates bring instead of all weights.
+        tells_entropies: return the entropy of each token's distribution with the completions.
+        routed_experts: return the experts of each token (`response.Response.experts_RLK`). vLLM
+            keeps layers x experts of a token bytes on the host for every slot of its cache.
+        more_env: variables of the engines' processes, besides `engine_env`.
+        hf_overrides: entries of the model's config.json that differ for vLLM.
     """
     engine_args = _model_args(model_path, options, max_model_len, use_gpu, hf_overrides) | {
         "executor_factory": executor_factory,
@@ -121,9 +119,6 @@ def create_rollout_engines(
     actor_class = ray.remote(RolloutEngine)
     environment = {
         **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant),
-        # OpenRLHF's constructor sets these two. A name that the process starts with is not added
-        # to the environment while Ray's threads may be reading it.
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         **more_env,
     }
@@ -173,6 +168,9 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
+        # OpenRLHF's constructor sets it. A name that the process starts with is not added to the
+        # environment while Ray's threads may be reading it.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if os.path.isdir(model_path):
         environment["HF_HUB_OFFLINE"] = "1"
