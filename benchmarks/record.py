@@ -157,11 +157,12 @@ def _digest(path: Path) -> str:
         file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts
     )
     for file in files if path.is_dir() else [path]:
-        found.update(_meaning(file))
+        found.update(meaning(file))
     return found.hexdigest()[:12]
 
 
-def _meaning(file: Path) -> bytes:
+def meaning(file: Path) -> bytes:
+    """A file's content; of Python without comments, documentation, and layout."""
     if file.suffix != ".py":
         return file.read_bytes()
     tree = ast.parse(file.read_text())

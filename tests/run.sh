@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the environment, then lints, checks the types and tests; tests/test_unused.py looks for dead code.
-# Arguments are passed on to pytest: bash tests/run.sh -k megatron
+#
+#   bash tests/run.sh               # all tests but those that have passed on the same code (tests/selection.py)
+#   bash tests/run.sh --all         # all tests; records what has passed in tests/passed.json: commit it
+#   bash tests/run.sh -k megatron   # other arguments are passed on to pytest
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup_env.sh"
@@ -19,15 +22,22 @@ cd "$ROOT"
 "$VENV_PYTHON" -m mypy & # 80 s of one core without a cache: beside the tests
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
-if (($# > 0)); then
+if (($# > 0)) && [[ $1 != --all ]]; then
     "$VENV_PYTHON" -m pytest "$@"
     wait "$types"
     exit
 fi
+digests=$("$VENV_PYTHON" -m tests.selection --now) # before the tests: files may change while they run
+left_out=()
+if (($# == 0)); then
+    mapfile -t left_out < <("$VENV_PYTHON" -m tests.selection | tee /dev/stderr)
+    wait $! # an error there is one here
+fi
 # Starting processes is most of the work and leaves a core idle half of the time: two files at once, whole jobs first,
 # and files of ranks one after the other (tests/conftest.py).
 # A worker that dies ends the run: with a new one in its place pytest-xdist 3.8 may wait for ever.
-"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
+"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10 "${left_out[@]}"
 # Triton stays out of the other tests' environment, see requirements/triton.lock.
 PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py tests/rollout/test_triton_sums.py
 wait "$types"
+printf '%s\n' "$digests" > tests/passed.json

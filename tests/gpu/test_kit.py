@@ -142,7 +142,7 @@ def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
     assert "without a result" in checks["leaving"]["error"]
     assert "not JSON serializable" in checks["unwritable"]["error"]
     assert (
-        "limit of 12 s" in checks["hanging"]["error"]
+        "limit of 30 s" in checks["hanging"]["error"]
         and "in hanging" in checks["hanging"]["output"]
     )
     assert checks["elsewhere"]["error"] == "it needs a machine of another kind"
