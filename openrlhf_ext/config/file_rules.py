@@ -19,7 +19,7 @@ from openrlhf_ext.config.files import (
     parameter_count,
     require_definition,
 )
-from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
+from openrlhf_ext.config.records import CHAT, Scan, Wanted, open_source, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.config.trained import TrainedConfig
@@ -190,11 +190,14 @@ def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> It
         label = (
             "" if wanted.label is None else f" and a label ({wanted.label_option} {wanted.label})"
         )
+        remedy = "fix or remove these records"
+        if all(CHAT in fault for fault in scan.faults):
+            remedy = f"set {CHAT} if the prompts are chats"
         yield Violation(
             (option,),
             f"{option}: every record of {path} must be a JSON object with a prompt "
             f"(data.input_key {wanted.prompt}){label}: "
-            f"{', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; fix or remove these records",
+            f"{', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; {remedy}",
         )
 
 

@@ -30,6 +30,7 @@ from openrlhf_ext.inputs import (
 )
 
 logger = logging.getLogger(__name__)
+CHAT = "data.apply_chat_template"
 
 FAULTS_KEPT = 6
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout", "held_out")
@@ -217,15 +218,31 @@ class Scan:
 
 
 def scan_records(source: Source, wanted: Wanted) -> Scan:
-    """Reads all records. Raises InputError if reading cannot continue."""
+    """Reads all records. Raises InputError if reading cannot continue.
+
+    Labels are all text or all not text: a grader that compares texts would give a record with a
+    number no reward, without an error.
+    """
     scan = Scan()
+    labels_are_text: bool | None = None
     for place, record in source.records(wanted):
         scan.records += 1
         if scan.records == 1:
             if not isinstance(record, dict):
                 raise InputError(f"{source.path}, {place} {record_fault(record, wanted)}")
             scan.keys = tuple(record)
-        if (fault := record_fault(record, wanted)) is not None:
+        fault = record_fault(record, wanted)
+        if fault is None and wanted.label is not None:
+            label = record[wanted.label]
+            if labels_are_text is None:
+                labels_are_text = isinstance(label, str)
+            elif isinstance(label, str) != labels_are_text:
+                others = "text" if labels_are_text else "other types"
+                fault = (
+                    f"has a {type_name(label)} under {wanted.label!r}, but the records before have "
+                    f"{others}: use one type"
+                )
+        if fault is not None:
             scan.faults.append(f"{place} {fault}")
             if len(scan.faults) == FAULTS_KEPT:
                 break
@@ -294,7 +311,7 @@ def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
 
 def _messages_fault(prompt: Any, chat: bool) -> str | None:
     if not chat:
-        return "a text, or with data.apply_chat_template a list of messages"
+        return f"a text, or with {CHAT} a list of messages"
     if not isinstance(prompt, list):
         return "a text or a list of messages"
     roles = (

@@ -66,6 +66,8 @@ def results(config: RunConfig) -> dict[str, Any]:
             found["held_out_score"] = scores
         found["held_out_steps"] = [int(end["step"]) for end in ends]
     if steps:
+        found["without_gradient"] = sum(record.get("grad_norm") == 0.0 for record in steps)
+        found["trained_steps"] = len(steps)
         few = found["averaged_steps"] = max(1, min(_FEW_STEPS, len(steps) // 2))
         for name in ("reward", "accuracy", "score"):
             found[name] = [
@@ -97,18 +99,24 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
     folder = Path(str(config.logger.metrics_path)).parent
     head = f"the run {how}: {found['steps']} steps, {duration(seconds)} in this command"
     paths = [("metrics", f"{config.logger.metrics_path}   (events.jsonl, samples.jsonl beside it)")]
-    commands = [f"{_COMMAND} report {shlex.quote(str(folder))}"]
+    commands = []
+    if Path(str(config.logger.metrics_path)).exists():
+        commands.append(f"{_COMMAND} report {shlex.quote(str(folder))}")
     if code == 0:
         paths.insert(0, ("final checkpoint", config.ckpt.output_dir))
         commands += _evaluation(config)
     elif how == "has failed":
         commands.insert(0, f"once the cause is mended, {resumption(config)}")
     lines = [head, *(f"  {name:17} {text}" for name, text in [*_numbers(found), *paths])]
-    return redact("\n".join([*lines, "  next:", *(f"    {command}" for command in commands)]))
+    if commands:
+        lines += ["  next:", *(f"    {command}" for command in commands)]
+    return redact("\n".join(lines))
 
 
 def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
+    if idle := found.get("without_gradient"):
+        lines.append(("no gradient", f"in {idle} of {found['trained_steps']} steps"))
     for measured, name in _HELD_OUT.items():
         if measured in found:
             (first, then), (last, at) = zip(found[measured], found["held_out_steps"], strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from openrlhf_ext.algorithms import Algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.waits import call_ranks
@@ -16,6 +17,7 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.movement import movement_gauges
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rollout.response import Response
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,29 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
         "rank/fullest": float(fullest.rank),
         "memory/rank_max_gib": fullest.memory_bytes / 2**30,
     }
+
+
+def why_no_gradient(
+    groups: Sequence[Sequence[Response]], algorithm: Algorithm, estimator: str
+) -> str:
+    """Says why a step had no gradient; ``groups``: the responses to each prompt."""
+    threshold = getattr(algorithm.options, "success_threshold", None)
+    rewards = [[one.reward for one in group if one.reward is not None] for group in groups]
+    differing = [group for group in rewards if len(set(group)) > 1]
+    if threshold is not None and differing:
+        low = min(map(min, differing))
+        high = max(map(max, differing))
+        if high <= threshold or low > threshold:
+            return (
+                f"rewards in a group differ ({low:g} to {high:g}), but a completion is a success "
+                f"only above algo.{estimator}.success_threshold {threshold:g}, "
+                "so no group has both successes and failures. Set the threshold between the two"
+            )
+    return (
+        "no completion of a group is better than another (algorithm/degenerate_groups), or none "
+        "counts in the loss. If that goes on, look at rewards and completions "
+        "(logger.samples_every)"
+    )
 
 
 @dataclass

@@ -29,7 +29,7 @@ from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Described, Experience, ExperienceMaker
-from openrlhf_ext.driver.gauges import StepGauges
+from openrlhf_ext.driver.gauges import StepGauges, why_no_gradient
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.processes import AuxiliaryModels
@@ -270,12 +270,10 @@ class TrainingLoop(Parts):
         self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True
-            logger.warning(
-                "step %d has no gradient: no completion of a group is better than another "
-                "(algorithm/degenerate_groups), or none counts. If that goes on, look at "
-                "rewards and completions (logger.samples_every)",
-                self.step,
-            )
+            groups = [group.responses for group in made.groups]
+            estimator = self.config.algo.advantage.estimator
+            why = why_no_gradient(groups, self.experience.algorithm, estimator)
+            logger.warning("step %d has no gradient: %s", self.step, why)
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
         if made.samples:
             self.recorder.samples.write(self.step, made.samples)

@@ -251,6 +251,10 @@ def test_messages_have_roles_and_contents(run_dir: Path, problems):
     [
         ({"question": "1+1"}, "has no 'answer'"),
         ({"question": "1+1", "answer": None}, "has an empty 'answer'"),
+        (
+            {"question": "1+1", "answer": 2},
+            "has a number under 'answer', but the records before have text: use one type",
+        ),
     ],
 )
 def test_labels_and_types_of_all_records(run_dir: Path, problems, record, fault):
@@ -320,7 +324,8 @@ def test_lists_of_messages_need_the_chat_template(run_dir: Path, problems):
     record = {"question": [{"role": "user", "content": "1+1"}], "answer": "2"}
     (run_dir / "train.jsonl").write_text((json.dumps(record) + "\n") * 8)
     (message,) = problems()
-    assert "data.apply_chat_template" in message and "has a list under 'question'" in message
+    assert "has a list under 'question'" in message
+    assert message.endswith("; set data.apply_chat_template if the prompts are chats")
     assert problems("--data.apply_chat_template") == []
 
 

@@ -65,3 +65,14 @@ def test_a_run_that_has_failed_says_from_where_it_goes_on_and_its_only_evaluatio
         interrupted.startswith("the run was interrupted: ")
         and "--ckpt.load_enable" not in interrupted
     ), "said before"
+
+
+def test_steps_without_a_gradient_are_counted_and_no_report_is_offered_before_the_first(tmp_path):
+    config = run_of(tmp_path, 0)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        for step, norm in enumerate((0.5, 0.0, 0.0), start=1):
+            metrics.write(step, {"reward/mean": 0.1, "accuracy/mean": 0.0, "grad_norm": norm})
+    assert "\n  no gradient       in 2 of 3 steps\n" in last_words(config, 0, 1.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    text = last_words(config, 143, 1.0)
+    assert text.startswith("the run was interrupted: 0 steps") and "next:" not in text

@@ -29,7 +29,12 @@ from openrlhf_ext.driver.description import (
     staleness_metrics,
     text_metrics,
 )
-from openrlhf_ext.driver.gauges import StepGauges, rank_gauges, throughput_gauges
+from openrlhf_ext.driver.gauges import (
+    StepGauges,
+    rank_gauges,
+    throughput_gauges,
+    why_no_gradient,
+)
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.movement import Moved
@@ -479,3 +484,21 @@ def test_entropies_are_compared_with_the_tokens_they_are_of(monkeypatch):
     assert own > 0.3 > abs(other)
     flat = batch_metrics(dataclasses.replace(rollout, entropies=torch.ones_like(entropies_N)))
     assert flat["entropy/surprise_correlation"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        (((0.0, 0.4), (0.4, 0.4)), "(0 to 0.4), but a completion is a success only above algo."),
+        (((0.6, 0.9), (0.0, 0.0)), "(0.6 to 0.9), but a completion is a success only above algo."),
+        (((0.0, 0.0), (0.4, 0.4)), "no completion of a group is better than another"),
+        (((0.0, 0.9), (0.4, 0.4)), "no completion of a group is better than another"),
+    ],
+)
+def test_a_threshold_that_leaves_no_group_with_both_classes_is_named(rewards, said):
+    groups = [
+        [dataclasses.replace(response("text", 0, 0), reward=reward) for reward in group]
+        for group in rewards
+    ]
+    why = why_no_gradient(groups, get_algorithm("entropy_advantage"), "entropy_advantage")
+    assert said in why and ("entropy_advantage.success_threshold 0.5" in why) == ("success" in said)

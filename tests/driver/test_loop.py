@@ -17,6 +17,7 @@ import torch
 from ray.exceptions import RayTaskError
 from safetensors.numpy import load_file, save_file
 
+from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.driver import data, job
@@ -82,7 +83,7 @@ class World:
             make=self.make,
             described=lambda made, get: made,
             scoring=SimpleNamespace(old_logprobs=self.old_logprobs, engine_entropies=False),
-            algorithm=None,
+            algorithm=get_algorithm("grpo"),
             load_state_dict=lambda state: None,
             state_dict=lambda: {"batches": self.loop.step},
             critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
