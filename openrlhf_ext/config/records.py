@@ -224,7 +224,7 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
     number no reward, without an error.
     """
     scan = Scan()
-    labels_are_text: bool | None = None
+    first_type = ""
     for place, record in source.records(wanted):
         scan.records += 1
         if scan.records == 1:
@@ -233,14 +233,12 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
             scan.keys = tuple(record)
         fault = record_fault(record, wanted)
         if fault is None and wanted.label is not None:
-            label = record[wanted.label]
-            if labels_are_text is None:
-                labels_are_text = isinstance(label, str)
-            elif isinstance(label, str) != labels_are_text:
-                others = "text" if labels_are_text else "other types"
+            label_type = type_name(record[wanted.label])
+            first_type = first_type or label_type
+            if label_type != first_type and "text" in (label_type, first_type):
                 fault = (
-                    f"has a {type_name(label)} under {wanted.label!r}, but the records before have "
-                    f"{others}: use one type"
+                    f"has a {label_type} under {wanted.label!r}, but the first record has a "
+                    f"{first_type}: use one type"
                 )
         if fault is not None:
             scan.faults.append(f"{place} {fault}")

@@ -67,7 +67,6 @@ def results(config: RunConfig) -> dict[str, Any]:
         found["held_out_steps"] = [int(end["step"]) for end in ends]
     if steps:
         found["without_gradient"] = sum(record.get("grad_norm") == 0.0 for record in steps)
-        found["trained_steps"] = len(steps)
         few = found["averaged_steps"] = max(1, min(_FEW_STEPS, len(steps) // 2))
         for name in ("reward", "accuracy", "score"):
             found[name] = [
@@ -116,7 +115,7 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
 def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if idle := found.get("without_gradient"):
-        lines.append(("no gradient", f"in {idle} of {found['trained_steps']} steps"))
+        lines.append(("no gradient", f"in {idle} of {found['steps']} steps"))
     for measured, name in _HELD_OUT.items():
         if measured in found:
             (first, then), (last, at) = zip(found[measured], found["held_out_steps"], strict=True)

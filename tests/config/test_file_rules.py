@@ -253,7 +253,7 @@ def test_messages_have_roles_and_contents(run_dir: Path, problems):
         ({"question": "1+1", "answer": None}, "has an empty 'answer'"),
         (
             {"question": "1+1", "answer": 2},
-            "has a number under 'answer', but the records before have text: use one type",
+            "has a number under 'answer', but the first record has a text: use one type",
         ),
     ],
 )
