@@ -5,7 +5,7 @@ Usage, as ``tests/run.sh`` calls it::
     python -m tests.selection         # prints pytest's arguments that leave out what has passed
     python -m tests.selection --now   # prints what tests/passed.json says once all has passed
 
-Half of the suite's time goes to the tests of ``CHOSEN``: whole jobs that differ from another one in
+Much of the suite's time goes to the tests of ``CHOSEN``: whole jobs that differ from another one in
 one option, rehearsals of the kit for GPUs, and programs that users do not start. Each of them runs
 if a file that it reaches has changed since it last passed. A test reaches the files that it
 imports, those whose path or module it mentions, and what these reach in turn. ``tests/passed.json``
@@ -142,7 +142,7 @@ def neighbors(file: Path) -> frozenset[Path]:
         if packaged:  # help and messages mention much that does not run
             texts = [text for text in texts if _RUN.fullmatch(text)]
             found.update(each for each in file.parent.glob("*.yaml") if each in tracked())
-        text = " ".join([*texts, *_imports(tree)])
+        text = " ".join([*texts, *imports(tree)])
     for name in _NAME.findall(text):
         found.update(_modules(name) if "." in name else ())
         found.update({ROOT / name, file.parent / name, file.parent / f"{name}.py"} & tracked())
@@ -159,7 +159,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+def imports(tree: ast.AST) -> Iterator[str]:
     """Dotted names that a file imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import selection
+
 PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
@@ -134,13 +136,7 @@ LATE = (
 
 def imports(path: Path) -> set[str]:
     """Dotted names of everything a file imports, also inside functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return set(selection.imports(ast.parse(path.read_text())))
 
 
 @pytest.mark.parametrize("room", RULES)

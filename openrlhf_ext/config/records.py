@@ -220,8 +220,8 @@ class Scan:
 def scan_records(source: Source, wanted: Wanted) -> Scan:
     """Reads all records. Raises InputError if reading cannot continue.
 
-    Labels are all text or all not text: a grader that compares texts would give a record with a
-    number no reward, without an error.
+    Labels for a grader must be all text or all other types. Otherwise a grader that compares text
+    gives a record with a number no reward, without an error.
     """
     scan = Scan()
     first_type = ""
@@ -232,7 +232,7 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
                 raise InputError(f"{source.path}, {place} {record_fault(record, wanted)}")
             scan.keys = tuple(record)
         fault = record_fault(record, wanted)
-        if fault is None and wanted.label is not None:
+        if fault is None and wanted.label is not None and not wanted.answers:
             label_type = type_name(record[wanted.label])
             first_type = first_type or label_type
             if label_type != first_type and "text" in (label_type, first_type):

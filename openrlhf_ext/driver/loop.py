@@ -272,8 +272,11 @@ class TrainingLoop(Parts):
             self._no_gradient_said = True
             groups = [group.responses for group in made.groups]
             estimator = self.config.algo.advantage.estimator
-            why = why_no_gradient(groups, self.experience.algorithm, estimator)
-            logger.warning("step %d has no gradient: %s", self.step, why)
+            logger.warning(
+                "step %d has no gradient: %s",
+                self.step,
+                why_no_gradient(groups, self.experience.algorithm, estimator),
+            )
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
         if made.samples:
             self.recorder.samples.write(self.step, made.samples)

@@ -14,7 +14,14 @@ import pyarrow.parquet
 import pytest
 
 from openrlhf_ext.config.files import DatasetRef, dataset_refs, resolve_path
-from openrlhf_ext.config.records import Wanted, open_source, read_records, record_fault, records_of
+from openrlhf_ext.config.records import (
+    Wanted,
+    open_source,
+    read_records,
+    record_fault,
+    records_of,
+    scan_records,
+)
 from openrlhf_ext.inputs import InputError
 
 DATES = ["2024-03-05", "2024-03-05 10:00:00"]
@@ -137,6 +144,15 @@ def test_labels_that_no_grader_can_be_sent_are_refused(label, said):
         and f"has {said} under 'a' that JSON cannot represent" in fault
         and "write it as" in fault
     )
+
+
+def test_answers_to_train_on_may_be_texts_and_lists_of_messages_in_one_file(tmp_path: Path):
+    chat = [{"role": "user", "content": "1 + 1"}], [{"role": "assistant", "content": "2"}]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in (("1", "1"), chat)))
+    (ref,) = dataset_refs(str(path))
+    wanted = Wanted("q", "a", chat=True, answers=True)
+    assert scan_records(open_source(ref, None), wanted).faults == []
 
 
 def test_saved_data_sets_have_their_splits(tmp_path: Path):
