@@ -120,6 +120,7 @@ def start_engines(
         tells_entropies=engine_entropies(config),
         adapter=travelling_adapter(config),
         routed_experts=config.replays_rollout,
+        exact=config.train.exact_rollout_enable,
     )
 
 
@@ -146,6 +147,7 @@ def _create_engines(
     tells_entropies: bool = False,
     adapter: tuple[int, tuple[str, ...]] | None = None,
     routed_experts: bool = False,
+    exact: bool = False,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -176,6 +178,7 @@ def _create_engines(
         places=places,
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
+        exact=exact,
         bf16_layers=layers,
         adapter=adapter,
         tells_entropies=tells_entropies,

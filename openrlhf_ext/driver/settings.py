@@ -17,7 +17,12 @@ from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, training_environment
+from openrlhf_ext.megatron.settings import (
+    ModelSettings,
+    exact_layers,
+    layer_converters,
+    training_environment,
+)
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings
@@ -43,6 +48,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     env |= training_environment(config)
+    for converter in exact_layers(config):
+        env |= converter.environment()  # one thread, whatever the machine has
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
@@ -76,7 +83,10 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         config.megatron,
         config.rollout,
         config.train,
-        layer_converters(config, read_model_shape(policy_path(config)).family),
+        (
+            *layer_converters(config, read_model_shape(policy_path(config)).family),
+            *exact_layers(config),
+        ),
         actor,
         optimizer_updates(config, steps - frozen_steps(config)),
         {model.name: model.path for model in frozen_models(config) if not model.ranks},

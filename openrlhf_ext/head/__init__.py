@@ -8,13 +8,14 @@ from openrlhf_ext.head.linear import (
     linear_logprob_entropy,
     linear_token_loss,
 )
-from openrlhf_ext.head.passes import TokenLoss
+from openrlhf_ext.head.passes import TokenLoss, WholeRows
 
 __all__ = [
     "HeadOutput",
     "NonFiniteLogitsError",
     "TokenLoss",
     "TokenLossOutput",
+    "WholeRows",
     "linear_logprob_entropy",
     "linear_token_loss",
 ]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from openrlhf_ext.head import passes
 from openrlhf_ext.head.kernels import Implementation, Kernels, Precision, choose_kernels
-from openrlhf_ext.head.passes import LinearHead, TokenLoss, WeightGradient
+from openrlhf_ext.head.passes import LinearHead, TokenLoss, WeightGradient, WholeRows
 from openrlhf_ext.head.rows import (
     Block,
     ReplicatedRows,
@@ -33,6 +33,7 @@ from openrlhf_ext.head.rows import (
     gathered_rows,
     one_pass_plan,
     tile_plan,
+    whole_rows_plan,
 )
 from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard
 
@@ -149,6 +150,7 @@ def linear_logprob_entropy(
     rows_per_rank: Sequence[int] | None = None,
     implementation: Implementation = "auto",
     checks: bool | None = None,
+    whole_rows: WholeRows | None = None,
 ) -> HeadOutput:
     """Log-probability of ``target_T`` and entropy under
     ``softmax(hidden @ weight.T / temperature)``.
@@ -179,6 +181,7 @@ def linear_logprob_entropy(
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices if it is installed.
         checks: check for NaN, infinities and target ids out of range. This synchronizes with the
             device, so the default is True on the CPU only.
+        whole_rows: computes logits and log-probs in another way. ``temperature`` is a number then.
 
     Raises ValueError: an argument is out of range, or the implementation cannot run here;
     NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite.
@@ -195,6 +198,7 @@ def linear_logprob_entropy(
         rows_per_rank,
         implementation,
         checks,
+        whole_rows,
     )
     logprob_T, entropy_T = _LinearLogprobEntropy.apply(hidden_TH, weight_VH, call, entropy_grad)
     return HeadOutput(logprob_T, entropy_T if entropy_grad else entropy_T.detach())
@@ -217,6 +221,7 @@ def linear_token_loss(
     recompute: bool | None = None,
     grad_scale: float = 1.0,
     entropy_slope_T: Tensor | None = None,
+    whole_rows: WholeRows | None = None,
 ) -> TokenLossOutput:
     """Sum of ``token_loss`` over the tokens; the forward pass computes the gradients, block by
     block.
@@ -253,6 +258,7 @@ def linear_token_loss(
         rows_per_rank,
         implementation,
         checks,
+        whole_rows,
     )
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
         return TokenLossOutput(
@@ -288,6 +294,8 @@ class _Call:
     kernels: Kernels
     workspace_bytes: int
     checks: bool
+    whole_rows: WholeRows | None
+    temperature: float
 
     @classmethod
     def of(
@@ -303,8 +311,11 @@ class _Call:
         rows_per_rank: Sequence[int] | None,
         implementation: Implementation,
         checks: bool | None,
+        whole_rows: WholeRows | None,
     ) -> tuple[Tensor, _Call]:
         """Returns the hidden states to compute with, and the call."""
+        if whole_rows is not None and isinstance(temperature, Tensor):
+            raise ValueError("whole_rows takes one temperature for all tokens, a number")
         if sequence_rows is not None and (process_group is None or process_group.size() == 1):
             hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
@@ -335,6 +346,8 @@ class _Call:
             kernels=choose_kernels(implementation, precision.compute, hidden_TH.device),
             workspace_bytes=workspace_bytes,
             checks=checks,
+            whole_rows=whole_rows,
+            temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         )
         return hidden_TH, call
 
@@ -364,6 +377,8 @@ class _Call:
             kernels=self.kernels,
             plan=plan,
             check=check,
+            whole_rows=self.whole_rows if statistics else None,
+            temperature=self.temperature,
         )
 
     def _plan(
@@ -392,6 +407,8 @@ class _Call:
             self.workspace_bytes,
             hidden_TH.device.type,
         )
+        if self.whole_rows is not None and statistics:
+            return whole_rows_plan(*size[:-1], keeps=gradients)
         if one_pass is False:
             return tile_plan(*size, statistics=statistics)
         return one_pass_plan(*size, force=one_pass is True) or tile_plan(*size)

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +33,23 @@ TokenLoss = Callable[[Tensor, "slice | Tensor"], Tensor]
 # entropy, both (B,)
 Coefficients = Callable[[slice, TokenStatistics], tuple[Tensor, Tensor | None]]
 
+
+class WholeRows(Protocol):
+    """Another way to compute logits and log-probs, which needs the whole vocabulary of a token at
+    once. Entropies and gradients stay the head's own, from these logits."""
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """(B, V) fp32 logits of this rank's rows of the weight, padding included."""
+
+    def logprobs(self, logits_BV: Tensor, temperature: float) -> Tensor:
+        """(B, V) fp32 log-probs from the logits of the true vocabulary."""
+
+
 # Statistics of slices that wait to be merged: few operations on a GPU, and memory that the
 # vocabulary does not move.
 _PARTS = 8
+# Of whole rows that are normalized together; 150,000 entries of each are 75 MiB.
+_WHOLE_ROWS = 128
 
 
 def loss_and_slope(
@@ -107,6 +122,8 @@ class LinearHead:
     kernels: Kernels
     plan: TilePlan
     check: Callable[[Block], None] | None = None  # called with each block before it is used
+    whole_rows: WholeRows | None = None
+    temperature: float = 1.0  # of ``whole_rows``
 
     def blocks(self) -> Iterator[Block]:
         for block in self.rows.blocks():
@@ -122,12 +139,17 @@ class LinearHead:
         """(B, H) left operand of the logits' product, scaled by the temperature where that loses
         nothing."""
         hidden_BH = block.hidden_BH.to(self.precision.logits)
-        if self.scale_N is not None and self.precision.operands_are_exact:
+        if self.scale_N is not None and self.scales_operands:
             return hidden_BH * self.scale_N[block.rows, None]
         return hidden_BH
 
+    @property
+    def scales_operands(self) -> bool:
+        """Whether the temperature divides the hidden states, instead of the logits."""
+        return self.precision.operands_are_exact and self.whole_rows is None
+
     def tile_scale(self, rows: slice) -> Tensor | None:
-        if self.scale_N is None or self.precision.operands_are_exact:
+        if self.scale_N is None or self.scales_operands:
             return None
         return self.scale_N[rows]
 
@@ -192,6 +214,7 @@ class _Buffers:
         self._narrow = self._empty(tile, precision.gradient) if narrow else None
         self._weight: Tensor | None = None
         self._widened: slice | None = None
+        self.logprob_B: Tensor | None = None  # of the last block, from its whole rows
 
     def _empty(self, elements: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(
@@ -248,11 +271,15 @@ def statistics(head: LinearHead) -> TokenStatistics:
     call."""
     part_4N = _nothing(head, head.rows.count)
     buffers = _Buffers(head, gradients=False)
+    logprob_N = torch.empty_like(part_4N[0])
     for block in head.blocks():
         part_4N[:, block.rows] = _merged(
             head, _parts(head, buffers, block, head.operand(block)), block
         )
-    return combine(part_4N, head.shard)
+        if buffers.logprob_B is not None:
+            logprob_N[block.rows] = buffers.logprob_B
+    found = combine(part_4N, head.shard)
+    return found if head.whole_rows is None else found._replace(logprob_N=logprob_N)
 
 
 def gradients(
@@ -288,6 +315,8 @@ def statistics_and_gradients(
         parts = _parts(head, buffers, block, operand_BH)
         kept = list(parts) if head.plan.keeps else None
         own = combine(_merged(head, parts if kept is None else kept, block), head.shard)
+        if buffers.logprob_B is not None:
+            own = own._replace(logprob_N=buffers.logprob_B)
         pieces.append(own)
         grads = _BlockGradient(head, buffers, block, operand_BH, weight_gradient)
         if kept is not None:
@@ -318,9 +347,30 @@ def _parts(
     )
     for columns in head.slices:
         logits_BS = buffers.logits(tokens, columns)
-        multiply(logits_BS, operand_BH, buffers.weight(columns, head.precision.logits).t())
+        if head.whole_rows is None:
+            multiply(logits_BS, operand_BH, buffers.weight(columns, head.precision.logits).t())
+        else:
+            buffers.logprob_B = _of_whole_rows(head, head.whole_rows, block, logits_BS)
         spare_BS = buffers.spare(tokens, columns)
         yield head.kernels.statistics(logits_BS, spare_BS, target_B - columns.start, scale_B)
+
+
+def _of_whole_rows(
+    head: LinearHead, whole_rows: WholeRows, block: Block, logits_BS: Tensor
+) -> Tensor:
+    """(B,) log-probs of the targets of a block; writes this rank's logits of the true vocabulary.
+    Takes some rows at a time, for the memory of their log-probs. A collective of the vocabulary's
+    ranks."""
+    target_B = head.target_N[block.rows] + head.shard.first
+    found = []
+    for first in range(0, len(logits_BS), _WHOLE_ROWS):
+        rows = slice(first, first + _WHOLE_ROWS)
+        own_RV = whole_rows.logits(block.hidden_BH[rows])
+        logits_BS[rows] = own_RV[:, : head.shard.true_rows]
+        logits_RV = head.shard.gathered(own_RV)
+        logprobs_RV = whole_rows.logprobs(logits_RV, head.temperature)
+        found.append(logprobs_RV.gather(1, target_B[rows, None])[:, 0])
+    return torch.cat([logits_BS.new_empty(0), *found])
 
 
 def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
@@ -397,6 +447,6 @@ class _BlockGradient:
             accumulate(self._weight_gradient.total_VH[columns], grad_BS.t(), self._right_BH)
 
     def _scaled(self) -> Tensor:
-        if self._head.scale_N is not None and self._head.precision.operands_are_exact:
+        if self._head.scale_N is not None and self._head.scales_operands:
             self._grad_BH.mul_(self._head.scale_N[self._block.rows, None])
         return self._grad_BH

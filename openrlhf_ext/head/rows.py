@@ -112,6 +112,17 @@ def one_pass_plan(
     return TilePlan(_even(tokens, max(1, min(tokens, block, _MOST_TOKENS))), columns, keeps=True)
 
 
+def whole_rows_plan(
+    tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, *, keeps: bool
+) -> TilePlan:
+    """Blocks of whole rows, down to 16 tokens whatever the workspace. ``keeps``: until their
+    gradient."""
+    token = rows * (2 * costs.logit + (costs.kept if keeps else 0)) + costs.token + costs.part
+    block = (workspace_bytes - rows * costs.column) // token
+    block = _even(tokens, max(_FEWEST_TOKENS, min(block, _MOST_TOKENS)))
+    return TilePlan(block, max(1, rows), keeps=keeps)
+
+
 def _even(total: int, most: int) -> int:
     """Size of equal pieces of ``total`` that are at most ``most``; 1 for nothing."""
     pieces = -(-total // most) if total else 1

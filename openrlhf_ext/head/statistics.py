@@ -60,6 +60,14 @@ class VocabularyShard:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
+    def gathered(self, own_BV: Tensor) -> Tensor:
+        """Columns of the true vocabulary, from every rank's columns, padding included."""
+        if self.group is None:
+            return own_BV[:, : self.vocab_size]
+        parts = [torch.empty_like(own_BV) for _ in range(self.group.size())]
+        dist.all_gather(parts, own_BV.contiguous(), group=self.group)
+        return torch.cat(parts, 1)[:, : self.vocab_size]
+
     def start_sum(self, tensor: Tensor) -> dist.Work | None:
         if self.group is None:
             return None

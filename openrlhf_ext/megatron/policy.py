@@ -288,8 +288,10 @@ class MegatronPolicy(MegatronModel):
 
     def _head_arguments(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
         gathers = self.config.sequence_parallel
+        weight_VH = self.output_embedding()
+        heads = [each.head(self.last_chunk, weight_VH) for each in self.settings.converters]
         return {
-            "weight_VH": self.output_embedding(),
+            "weight_VH": weight_VH,
             "target_T": part.targets_N,
             "temperature": temperature * self.shape.logits_divisor,
             "vocab_size": self.shape.vocab_size,
@@ -298,6 +300,7 @@ class MegatronPolicy(MegatronModel):
             "sequence_rows": part.hidden_N if gathers else None,
             "rows_per_rank": part.piece_counts if gathers else None,
             "implementation": self.settings.megatron.head_kernels,
+            "whole_rows": next((head for head in heads if head is not None), None),
         }
 
     # ---- training

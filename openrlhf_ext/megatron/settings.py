@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf_ext.fp8 import wheel_folder
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers.exact import ExactLayers
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -63,6 +64,9 @@ def row_costs(shape: ModelShape, megatron: Megatron, layout: ParallelLayout) -> 
     return RowCosts(shape.attention_length, megatron.share_prompts_enable and not whole)
 
 
+_FEWEST_POSITIONS = 128
+"""Of the fixed sequence that a model computes before the first step (``MegatronModel.warm_up``)."""
+
 # oneDNN, and torch around it, keep a kernel for every shape of a batch, 1,024 by default: a process
 # that computes on a CPU grows by a MiB a step for a thousand steps. With so few no step is slower
 # (benchmarks/results/soak_cpu.json).
@@ -105,6 +109,13 @@ def layer_converters(config: Any, family: Family) -> tuple[LayerConverter, ...]:
 def without_adapters(converters: Sequence[LayerConverter]) -> tuple[LayerConverter, ...]:
     """Those of a model that is never trained."""
     return tuple(each for each in converters if not isinstance(each, LoRALayers))
+
+
+def exact_layers(config: Any) -> tuple[ExactLayers, ...]:
+    """The converter of exact mode, from the sections of a ``RunConfig``."""
+    if not config.train.exact_rollout_enable:
+        return ()
+    return (ExactLayers(max(config.data.max_len, _FEWEST_POSITIONS)),)
 
 
 def _fp8_layers(config: Any) -> tuple[FP8Layers, ...]:

@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf_ext.exact import VARIABLE
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine
@@ -70,6 +71,7 @@ def create_rollout_engines(
     places: EnginePlaces | None = None,
     fast_tokenizer: bool = True,
     batch_invariant: bool = False,
+    exact: bool = False,
     bf16_layers: Sequence[int] | None = None,
     adapter: tuple[int, Sequence[str]] | None = None,
     tells_entropies: bool = False,
@@ -85,6 +87,7 @@ def create_rollout_engines(
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None for engines on CPU, which go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on the rest of the batch.
+        exact: compute with the operations that the policy's ranks share (`openrlhf_ext.exact`).
         adapter: rank and modules of the adapters that updates bring instead of all weights.
         tells_entropies: return the entropy of each token's distribution with the completions.
         routed_experts: return the experts of each token (`response.Response.experts_RLK`). vLLM
@@ -117,8 +120,10 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
+    invariant = batch_invariant or exact
     environment = {
-        **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant),
+        **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=invariant),
+        **(exact_env(use_gpu) if exact else {}),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         **more_env,
     }
@@ -190,6 +195,14 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
             "TORCHDYNAMO_DISABLE": "1",
         }
     return environment
+
+
+def exact_env(use_gpu: bool) -> dict[str, str]:
+    """What an exact engine's process has besides, before anything is imported."""
+    if use_gpu:
+        return {VARIABLE: "1"}
+    # a generation's keys are not cut into parts for several threads
+    return {VARIABLE: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 
 def wait_until_ready(

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from openrlhf_ext.exact import engine as exact_engine
 from openrlhf_ext.patches.vllm_moe import PATCH
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
@@ -30,6 +31,8 @@ from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 PATCH.apply()  # in a worker that vLLM spawned, no other code has applied patches
+if exact_engine.is_asked():
+    exact_engine.install()
 
 _AT_ONCE = 1 << 24
 _SCORES = "compute_topk_scores"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
+    from openrlhf_ext.head import WholeRows
+
 
 class LayerConverter:
     """All that a model asks of its layers; these answers change nothing. Plain values, which go
@@ -47,6 +49,15 @@ class LayerConverter:
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
         """Makes the state that belongs to weights anew, because others were loaded. A
         collective."""
+
+    def begin_schedule(self, chunks: Sequence[GPTModel]) -> None:
+        """Forgets what was made of weights, because they may be others now. Before every schedule;
+        not a collective."""
+
+    def head(self, chunk: GPTModel, weight_VH: Tensor) -> WholeRows | None:
+        """How the head computes logits and log-probs with this weight of the last chunk; None: in
+        its own way."""
+        return None
 
     def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
         """Contiguous tensors, changed in place, that checkpoints and frozen copies keep; by names

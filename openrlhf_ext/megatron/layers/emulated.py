@@ -9,22 +9,19 @@ N = output features.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    _gather_along_first_dim,
-    _reduce,
-    _reduce_scatter_along_first_dim,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from openrlhf_ext.fp8.quantize import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.layers.products import OwnProductLinear
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 
 
@@ -70,32 +67,37 @@ class Scaling:
         self._to_recompute.clear()
 
 
-class EmulatedLinear:
+@dataclass
+class _Pass:
+    """The products of a pass (``PassProducts``), with its scales."""
+
+    scaling: Scaling
+    scales: dict[str, Tensor]
+
+    def output(self, x_LK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        if self.scaling.rounds:
+            output_LN = self.scaling.products.output(x_LK, weight_NK, self.scales)
+        else:
+            output_LN = x_LK @ weight_NK.t()
+        return output_LN if bias_N is None else output_LN + bias_N
+
+    def input_gradient(self, dy_LN: Tensor, weight_NK: Tensor) -> Tensor:
+        self.scales = self.scales | self.scaling.of_backward(dy_LN)
+        return self.scaling.products.input_gradient(dy_LN, weight_NK, self.scales)
+
+    def weight_gradient(self, dy_LN: Tensor, x_LK: Tensor) -> Tensor:
+        return self.scaling.products.weight_gradient(dy_LN, x_LK, self.scales)
+
+
+class EmulatedLinear(OwnProductLinear):
     training: bool
 
     def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.scaling = Scaling(recipe)
 
-    def _forward_impl(
-        self,
-        input: Tensor,  # noqa: A002  # Megatron calls it by name
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """(L, 1, N) product of an input (L, 1, K), a piece of L under sequence parallelism, with
-        the weight."""
-        scales = self.scaling.of_forward(input, weight, self.training)
-        group = tp_group or parallel_state.get_tensor_model_parallel_group()
-        output = _Linear.apply(
-            input, weight, self.scaling, scales, allreduce_dgrad, sequence_parallel, group
-        )
-        return output if bias is None else output + bias
+    def products(self, input_L1K: Tensor, weight_NK: Tensor) -> _Pass:
+        return _Pass(self.scaling, self.scaling.of_forward(input_L1K, weight_NK, self.training))
 
 
 class EmulatedNormColumnParallelLinear(EmulatedLinear, NormColumnParallelLinear):
@@ -114,55 +116,6 @@ _EMULATED = {
 
 def emulated(linear: type, recipe: Recipe) -> ModuleSpec:
     return ModuleSpec(module=_EMULATED[linear], params={"recipe": recipe})
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_L1K: Tensor,
-        weight_NK: Tensor,
-        scaling: Scaling,
-        scales: dict[str, Tensor],
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.save_for_backward(input_L1K, weight_NK)
-        ctx.scaling, ctx.scales, ctx.group = scaling, scales, group
-        ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
-        whole = _gather_along_first_dim(input_L1K, group) if sequence_parallel else input_L1K
-        x_LK = whole.flatten(0, 1)
-        output_LN = (
-            scaling.products.output(x_LK, weight_NK, scales)
-            if scaling.rounds
-            else x_LK @ weight_NK.t()
-        )
-        return output_LN.view(*whole.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_L1N: Tensor) -> tuple[Tensor | None, ...]:
-        input_L1K, weight_NK = ctx.saved_tensors
-        products, dy_LN = ctx.scaling.products, grad_L1N.flatten(0, 1)
-        scales = ctx.scales | ctx.scaling.of_backward(dy_LN)
-        grad_input = products.input_gradient(dy_LN, weight_NK, scales).view(
-            *grad_L1N.shape[:-1], -1
-        )
-        if ctx.sequence_parallel:
-            grad_input = _reduce_scatter_along_first_dim(grad_input, ctx.group)
-        elif ctx.allreduce_dgrad:
-            grad_input = _reduce(grad_input, ctx.group)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            whole = (
-                _gather_along_first_dim(input_L1K, ctx.group)
-                if ctx.sequence_parallel
-                else input_L1K
-            )
-            grad_weight = products.weight_gradient(dy_LN, whole.flatten(0, 1), scales).to(
-                weight_NK.dtype
-            )
-        return grad_input, grad_weight, None, None, None, None, None
 
 
 def scalings(module: torch.nn.Module) -> dict[str, Scaling]:

@@ -106,7 +106,7 @@ def transformer_config(
     on_gpu = torch.cuda.is_available()
     layers = layout.stage_layers(shape.num_layers)
     is_uneven = len(set(layers)) > 1
-    return TransformerConfig(
+    arguments: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -156,12 +156,10 @@ def transformer_config(
         **shape.mlp.megatron_arguments(),
         **_expert_arguments(shape, layout, uses_transformer_engine(dtype, converters)),
         **recompute_arguments(megatron),
-        **{
-            name: value
-            for converter in converters
-            for name, value in converter.megatron_arguments().items()
-        },
     )
+    for converter in converters:
+        arguments |= converter.megatron_arguments()
+    return TransformerConfig(**arguments)
 
 
 def _expert_arguments(shape: ModelShape, layout: ParallelLayout, fused: bool) -> dict[str, Any]:
@@ -255,6 +253,7 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
         max_seqlen_kv=max(part.slots),
         slots=part.slots,
         boundaries=part.boundaries,
+        positions_L=part.positions_L,
         shared=part.shared,
         routing=part.routing,
     )

@@ -314,6 +314,7 @@ class PackedSequences(PackedSeqParams):
     slots: tuple[int, ...]
     # (sequences + 1,) int32 where the slots begin and end, on the device that computes
     boundaries: Tensor
+    positions_L: Tensor  # of each token that comes, in its sequence
     # slots and boundaries are of whole sequences, what comes may be less
     shared: SharedPrompts | None = None
     routing: Routing | None = None  # of a mixture of experts

@@ -305,6 +305,8 @@ class Schedule:
                 taken.keep(part, self._model.chunks[self._model.models.index(model)])
             return hidden, partial(self._finish, loss, part)
 
+        for converter in self._model.settings.converters:
+            converter.begin_schedule(self._model.chunks)
         if forward_only:
             self._model.gather_parameters()
         lengths = self._count_pieces(batch, plan)

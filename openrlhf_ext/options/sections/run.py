@@ -151,6 +151,12 @@ class Train(Section):
         "that they do not depend on the other requests in a batch, and only TransformerEngine's "
         "deterministic attention (guarantees: docs/checkpoints.md)",
     )
+    exact_rollout_enable: bool = added(
+        False,
+        "policy and engines compute with the same operations, so that both have the same log-prob "
+        "of a sampled token to the last bit; rollout/bit_equal proves it in each step, and the "
+        "forward pass for old log-probs falls away (docs/exact.md)",
+    )
     drift_check: bool = added(
         False,
         "self-test: train with learning rate 0 and fail if a step changes a weight, the "
