@@ -12,6 +12,7 @@ import torch
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch
 from openrlhf_ext.algorithms.kl import KLCoefficient
+from openrlhf_ext.driver.bits import Bits, compared_bits
 from openrlhf_ext.driver.critic import ValueTrainer
 from openrlhf_ext.driver.description import describe, shown_samples, text_metrics
 from openrlhf_ext.driver.rollouts import Group
@@ -39,18 +40,21 @@ class Experience:
 @dataclass(frozen=True)
 class Described:
     """Metrics and samples of a batch after its step. ``old``: the policy's log-probs and entropies
-    before the step; ``samples``: in the form that ``SampleWriter`` takes."""
+    before the step; ``samples``: in the form that ``SampleWriter`` takes; ``bits``: in exact mode,
+    if tokens count."""
 
     groups: Sequence[Group]
     batch: SequenceBatch
     old: LogprobEntropy
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
+    bits: Bits | None = None
 
 
 @dataclass
 class ExperienceMaker:
-    """Makes experience from groups. Shapes whole groups here, never on a shard."""
+    """Makes experience from groups. Shapes whole groups here, never on a shard. ``exact``: compare
+    the bits of log-probs."""
 
     scoring: Scoring
     algorithm: Algorithm
@@ -58,6 +62,7 @@ class ExperienceMaker:
     kl: KLCoefficient | None = None
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
+    exact: bool = False
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -105,9 +110,12 @@ class ExperienceMaker:
         samples = (
             [] if made.shown is None else shown_samples(scored.groups, rollout, shaped, made.shown)
         )
+        bits = compared_bits(scored, old, made.version) if self.exact else None
+        if bits is not None:
+            metrics["rollout/bit_equal"] = bits.share
         metrics |= made.seconds
         metrics["time/shape"] += time.perf_counter() - started
-        return Described(scored.groups, scored.batch, old, metrics, samples)
+        return Described(scored.groups, scored.batch, old, metrics, samples, bits)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: the number of batches made, the KL coefficient, and

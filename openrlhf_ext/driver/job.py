@@ -369,6 +369,7 @@ def build_experience(parts: Parts, costs: RowCosts) -> ExperienceMaker:
         kl=steered,
         tokenizer=parts.tokenizer,
         end_tokens=end_tokens(generation, parts.tokenizer),
+        exact=config.train.exact_rollout_enable,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.bits import BitJudge
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.description import recounted
 from openrlhf_ext.driver.drift import DriftCheck
@@ -101,6 +102,7 @@ class TrainingLoop(Parts):
     profiler: StepProfiler
     sinks: Sequence[Any] = ()
     drift: DriftCheck | None = None
+    exact: BitJudge | None = None
     ledger: JsonLines = field(init=False)
     repeats: Repeats = field(init=False)
     step: int = 0
@@ -133,6 +135,8 @@ class TrainingLoop(Parts):
                 self.go_back(groups, self.judge.why)
                 continue
             self.record(described, trained)
+            if self.exact is not None:
+                self.exact.judge(self.step, described.bits)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()

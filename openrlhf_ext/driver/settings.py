@@ -211,5 +211,12 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
     workers, tolerance = config.vllm.tensor_parallel_size, probe_tolerance(config)
     travels, dtype = config.vllm.lora, config.rollout_dtype
     return SyncSettings(
-        transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype
+        transport,
+        workers,
+        config.weight_sync,
+        tolerance,
+        tuple(probe),
+        travels,
+        dtype,
+        exact=config.train.exact_rollout_enable,
     )

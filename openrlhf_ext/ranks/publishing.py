@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 class SyncSettings:
     """How weights reach engines of ``workers`` workers each, and how the sync is checked: both
     sides score the tokens of ``probe`` and must agree to ``tolerance`` nats. ``travels``: the form
-    in which adapters reach the engines, whose type is ``dtype``."""
+    in which adapters reach the engines, whose type is ``dtype``. ``exact``: they must agree to the
+    last bit."""
 
     transport: str
     workers: int
@@ -49,6 +50,7 @@ class SyncSettings:
     probe: tuple[int, ...]
     travels: Form
     dtype: str
+    exact: bool = False
 
 
 class WeightPublisher:
@@ -153,7 +155,8 @@ class WeightPublisher:
                 asked, "probe_logprobs", [(tokens,)] * len(asked), what, timeout_s
             )
             limit = limit_of_probe(tolerance, self._baseline)
-            found = check_sync(ours, calls.finish(), tolerance, version, limit)
+            answers = calls.finish()
+            found = check_sync(ours, answers, tolerance, version, limit, settings.exact)
             if self._baseline is None:
                 self._baseline = found
             return found

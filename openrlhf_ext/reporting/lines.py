@@ -267,6 +267,8 @@ EVENTS = {
     "`low` and `high` of the band",
     "rollback": "`step` was not accepted, `why`: the run went back to step `to` and leaves `prompts` (their "
     "numbers in the order of drawing) out; `rollbacks` so far",
+    "not_exact": "with `train.exact_rollout_enable`: `differing` of `tokens` log-probs are not the same bits in "
+    "policy and engine; the worst `token`, its `place`, and both log-probs, `policy` and `engine`",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the "
     "mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",

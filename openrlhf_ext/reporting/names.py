@@ -48,6 +48,10 @@ METRICS = (
         "rollout engine: how far trainer and engine disagree on the same weights (asynchronous "
         "runs: and how far the policy has moved on since)"),
     Metric("kl/rollout_max_abs", "nats", "largest absolute difference d of any completion token"),
+    Metric("rollout/bit_equal", "fraction",
+        "with `train.exact_rollout_enable`: completion tokens whose log-probs of policy and engine are the same "
+        "bits, of those that the current weights sampled (of the batch's first update, if it has several); "
+        "missing if there are none"),
     Metric("guide/fraction", "fraction", "completions of the step that the guide sampled; only with a guide"),
     Metric("guide/reward_mean", "reward", "`reward/mean` of the guide's completions"),
     Metric("guide/accuracy_mean", "fraction", "`accuracy/mean` of the guide's completions"),

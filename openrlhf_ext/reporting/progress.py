@@ -69,6 +69,9 @@ COLUMNS = (
     _Column("step_s", "time/step", 6, ".2f"),
 )
 
+_BIT_EQUAL = _Column("bit_equal", "rollout/bit_equal", 9, ".6g")
+EXACT = tuple(_BIT_EQUAL if each.metric == "kl/rollout" else each for each in COLUMNS)
+"""Of exact mode, in which ``kl/rollout`` is 0."""
 
 SUPERVISED = (
     _Column("loss", "loss/sft", 8, ".4f"),

@@ -29,6 +29,7 @@ from openrlhf_ext.reporting import (
 )
 from openrlhf_ext.reporting.progress import (
     COLUMNS,
+    EXACT,
     PANELS,
     Panel,
     lost_outputs,
@@ -154,6 +155,8 @@ class StepRecorder(Recorder):
         skipped_overlong: int,
         samples: SampleWriter,
     ) -> None:
+        if config.train.exact_rollout_enable:
+            self.columns = EXACT
         super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
         self.last_evaluation = self._evaluated() if resume_step else -1

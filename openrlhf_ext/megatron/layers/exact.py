@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.exact import VARIABLE
 from openrlhf_ext.exact.operations import Operations, Product, logprobs, operations, rotary_table
 from openrlhf_ext.megatron.layers import LayerConverter, linears
 
@@ -37,8 +36,7 @@ class ExactLayers(LayerConverter):
     own_layers = True
 
     def environment(self) -> dict[str, str]:
-        # the variables of vLLM's batch-invariant mode are those of the process that it starts in
-        return {VARIABLE: "1", "OMP_NUM_THREADS": "1", "VLLM_BATCH_INVARIANT": "1"}
+        return {"OMP_NUM_THREADS": "1"}
 
     def require(self) -> None:
         """Raises NotExact, with the reason."""

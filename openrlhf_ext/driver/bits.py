@@ -1,0 +1,153 @@
+"""The proof of exact mode: the two log-probs of a sampled token, the engine's and the policy's, are
+the same bits.
+
+Nothing is computed for it: the policy's log-probs are those of the update itself. Counted are
+tokens that the current weights sampled and that the policy saw before the batch moved it. Shape
+suffixes: B = completions, N = response tokens of all completions, n = those that count.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf_ext.driver.scoring import Scored
+from openrlhf_ext.exact import NotExact
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rollout.response import Response
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """The counted token whose log-probs are farthest apart: at ``place`` of its completion's
+    ``tokens_S``."""
+
+    response: Response
+    place: int
+    policy: float
+    engine: float
+
+    @property
+    def token(self) -> int:
+        return int(self.response.tokens_S[self.place])
+
+
+@dataclass(frozen=True)
+class Bits:
+    """How many tokens count, and of how many both log-probs are the same bits. ``worst``: None if
+    all are."""
+
+    tokens: int
+    equal: int
+    worst: WorstToken | None
+
+    @property
+    def share(self) -> float:
+        return self.equal / self.tokens
+
+
+def compared_bits(scored: Scored, old: LogprobEntropy, version: int) -> Bits | None:
+    """Compares the log-probs of a step. ``old``: the policy's, of its weights ``version``, where
+    they were computed before the first update or in it. None if no token counts."""
+    engine_N = scored.rollout.rollout_logprobs
+    if engine_N is None:
+        return None
+    counted_N = _counted(scored, version)
+    policy_n, engine_n = old.logprobs_N[counted_N].float(), engine_N[counted_N].float()
+    if not len(policy_n):
+        return None
+    same_n = policy_n.view(torch.int32) == engine_n.view(torch.int32)
+    worst = None
+    if not bool(same_n.all()):
+        gap_n = (policy_n.double() - engine_n.double()).abs().nan_to_num(torch.inf)
+        gap_n[same_n] = -1.0
+        place = int(gap_n.argmax())
+        number = int(counted_N.nonzero()[place])
+        worst = WorstToken(
+            *_place(scored.samples, scored.rollout.segments.bounds, number),
+            float(policy_n[place]),
+            float(engine_n[place]),
+        )
+    return Bits(len(same_n), int(same_n.sum()), worst)
+
+
+def _counted(scored: Scored, version: int) -> Tensor:
+    """(N,) whether a token counts. Log-probs of an update are those of the current weights in the
+    batch's first mini-batch only."""
+    last = len(scored.samples) if scored.old is not None else scored.chunks[0].stop
+    counted = []
+    for row, sample in enumerate(scored.samples):
+        current_S = np.zeros(len(sample.tokens_S), dtype=bool)
+        if row < last and not sample.from_guide:
+            for then, start, stop in sample.versions:
+                current_S[start:stop] = then == version
+        counted += [current_S[start:stop] for start, stop in sample.actions]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *counted]))
+
+
+def _place(samples: Sequence[Response], bounds: np.ndarray, number: int) -> tuple[Response, int]:
+    """The completion of a response token of the batch, and its place in ``tokens_S``."""
+    row = int(np.searchsorted(bounds, number, side="right")) - 1
+    sample = samples[row]
+    places = np.concatenate([np.arange(start, stop) for start, stop in sample.actions])
+    return sample, int(places[number - bounds[row]])
+
+
+@dataclass
+class BitJudge:
+    """Ends a run whose first step is not exact, and tells of later ones.
+
+    ``walk`` looks for the module that computes something else, for the text that it gets, and
+    returns a sentence.
+    """
+
+    events: EventLog
+    walk: Callable[[Sequence[int]], str]
+    _proved: bool = field(default=False, init=False)
+
+    def judge(self, step: int, found: Bits | None) -> None:
+        """Raises NotExact if tokens differ in the first step in which tokens count."""
+        if found is None:
+            return
+        if found.worst is None:
+            self._proved = True
+            return
+        facts = _facts(found)
+        if not self._proved:
+            tokens = found.worst.response.tokens_S.tolist()
+            raise NotExact(
+                f"train.exact_rollout_enable: in step {step} {_said(found)}\n{self.walk(tokens)}"
+            )
+        logger.warning("step %d is not exact: %s", step, _said(found))
+        self.events.note("not_exact", **facts)
+
+
+def _facts(found: Bits) -> dict[str, Any]:
+    worst = found.worst
+    assert worst is not None
+    return {
+        "tokens": found.tokens,
+        "differing": found.tokens - found.equal,
+        "place": worst.place,
+        "token": worst.token,
+        "policy": worst.policy,
+        "engine": worst.engine,
+    }
+
+
+def _said(found: Bits) -> str:
+    facts = _facts(found)
+    return (
+        "the log-probs of {differing} of {tokens} tokens are not the same bits in policy and "
+        "engine; the worst is token {token} at place {place} of its sequence: policy {policy!r}, "
+        "engine {engine!r}".format(**facts)
+    )
