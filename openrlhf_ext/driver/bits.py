@@ -81,13 +81,11 @@ def compared_bits(scored: Scored, old: LogprobEntropy, version: int) -> Bits | N
 
 
 def _counted(scored: Scored, version: int) -> Tensor:
-    """(N,) whether a token counts. Log-probs of an update are those of the current weights in the
-    batch's first mini-batch only."""
-    last = len(scored.samples) if scored.old is not None else scored.chunks[0].stop
+    """(N,) whether a token counts."""
     counted = []
     for row, sample in enumerate(scored.samples):
         current_S = np.zeros(len(sample.tokens_S), dtype=bool)
-        if row < last and not sample.from_guide:
+        if row < scored.seen_before.stop and not sample.from_guide:
             for then, start, stop in sample.versions:
                 current_S[start:stop] = then == version
         counted += [current_S[start:stop] for start, stop in sample.actions]

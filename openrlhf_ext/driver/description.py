@@ -45,7 +45,8 @@ def describe(
     """
     rollout, of_method = _as_seen(scored, shaped, old, algorithm)
     samples = scored.samples
-    metrics = batch_metrics(rollout, correction_band(algorithm))
+    metrics = batch_metrics(rollout)
+    metrics |= policy_mismatch(rollout, correction_band(algorithm), scored.seen_before)
     metrics |= conflict_gauges(rollout, shaped)
     metrics |= {f"algorithm/{name}": float(value) for name, value in of_method.items()}
     if scored.engine_entropies and scored.rollout.entropies is not None:
@@ -103,9 +104,7 @@ def _expected_reference(
 # ---- the batch
 
 
-def batch_metrics(
-    rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
-) -> dict[str, float]:
+def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
     """Returns means over the rollout batch under the names of docs/metrics.md."""
     rewards = rollout.rewards.float()
     tokens = len(rollout.tokens)
@@ -125,7 +124,7 @@ def batch_metrics(
             )
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
-    return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
@@ -386,16 +385,22 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def policy_mismatch(
-    rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
+    rollout: RolloutBatch,
+    band: tuple[float, float] = DEFAULT_BAND,
+    seen_before: slice = slice(None),
 ) -> dict[str, float]:
     """Returns ``mismatch_gauges`` of the policy's completions; those of a guide differ on purpose.
-    Empty if an engine reported no log-probs."""
+    ``seen_before``: the rows whose log-probs are those of the policy before the step. Empty if an
+    engine reported no log-probs."""
     guide_B = rollout.from_guide
     engines_N = rollout.rollout_logprobs
     segments = rollout.segments
     if engines_N is None:
         return {}
-    rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
+    rows: slice | Tensor = seen_before
+    if guide_B is not None and bool(guide_B.any()):
+        rows = torch.arange(len(guide_B))[seen_before]
+        rows = rows[~guide_B[rows]]
     policy_N = segments.take(rollout["old_logprobs"], rows)
     engines_N = segments.take(engines_N, rows)
     return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)

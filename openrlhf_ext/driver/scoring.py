@@ -121,6 +121,12 @@ class Scored:
         """The completions, in the order of the batch."""
         return [response for group in self.groups for response in group.responses]
 
+    @property
+    def seen_before(self) -> slice:
+        """The rows whose log-probs are those of the policy before the step: all, or if updates
+        compute them, those of the first one."""
+        return self.chunks[0] if self.old is None else slice(0, len(self.samples))
+
 
 @dataclass
 class Scoring:

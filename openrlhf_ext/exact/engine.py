@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ext.exact import TESTED_VLLM, VARIABLE, NotExact
-from openrlhf_ext.exact.operations import Operations, operations
+from openrlhf_ext.exact.operations import Operations
+from openrlhf_ext.exact.table import device_operations
 
 _HEAD = "exact_head_product"
 
@@ -50,7 +51,7 @@ def install() -> None:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    table, packed_by_vllm = operations("cpu"), utils.dispatch_cpu_unquantized_gemm
+    table, packed_by_vllm = device_operations(), utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: nn.Module, remove_weight: bool) -> None:
         if layer.weight.is_meta or layer.weight.ndim != 2:

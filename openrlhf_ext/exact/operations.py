@@ -11,7 +11,6 @@ pack, Q = query heads, G = key-value heads, D = head dimension, S = sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -89,15 +88,3 @@ class PlainBackward(torch.autograd.Function):
             tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             grads = torch.autograd.grad(ctx.plain(*tensors), tensors, grad)
         return None, None, *grads
-
-
-@cache
-def operations(device_type: str) -> Operations:
-    """The table of a device, ``cpu`` or ``cuda``. Raises NotExact if this process cannot use it."""
-    if device_type == "cpu":
-        from openrlhf_ext.exact.cpu import CpuOperations
-
-        return CpuOperations()
-    from openrlhf_ext.exact.gpu import GpuOperations
-
-    return GpuOperations()

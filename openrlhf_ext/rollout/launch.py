@@ -120,10 +120,9 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    invariant = batch_invariant or exact
+    modes = {"batch_invariant": batch_invariant or exact, "exact": exact}
     environment = {
-        **engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=invariant),
-        **(exact_env(use_gpu) if exact else {}),
+        **engine_env(use_gpu=use_gpu, model_path=model_path, **modes),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         **more_env,
     }
@@ -166,7 +165,9 @@ def _model_args(
     }
 
 
-def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
+def engine_env(
+    *, use_gpu: bool, model_path: str, batch_invariant: bool = False, exact: bool = False
+) -> dict[str, str]:
     """Environment of an engine's process, to be there before vLLM is imported. A model in a
     directory needs no hub."""
     environment = {
@@ -183,6 +184,8 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
         # CUDA's own default: the 1 that ranks want (examples/scripts/ray_node.sh) would make vLLM's
         # second stream, on which its V2 runner copies results, wait for the first
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    if exact:
+        environment[VARIABLE] = "1"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     if not use_gpu:
@@ -194,15 +197,9 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
             # else the first log-prob compiles C++, which takes longer than most tests
             "TORCHDYNAMO_DISABLE": "1",
         }
+    if exact and not use_gpu:  # do not cut the keys of a generation into parts for several threads
+        environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     return environment
-
-
-def exact_env(use_gpu: bool) -> dict[str, str]:
-    """What an exact engine's process has besides, before anything is imported."""
-    if use_gpu:
-        return {VARIABLE: "1"}
-    # a generation's keys are not cut into parts for several threads
-    return {VARIABLE: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 
 def wait_until_ready(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from openrlhf_ext.exact.operations import Operations, Product, logprobs, operations, rotary_table
+from openrlhf_ext.exact.operations import Operations, Product, logprobs, rotary_table
+from openrlhf_ext.exact.table import device_operations
 from openrlhf_ext.megatron.layers import LayerConverter, linears
 
 if TYPE_CHECKING:
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 _HEAD = "exact_head"
-
-
-def device_operations() -> Operations:
-    """The table of this process's device."""
-    return operations("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from openrlhf_ext.exact.operations import PlainBackward, Product
-from openrlhf_ext.megatron.layers.exact import device_operations
+from openrlhf_ext.exact.table import device_operations
 from openrlhf_ext.megatron.layers.products import OwnProductLinear
 from openrlhf_ext.megatron.model.spec import (
     CausalAttention,
