@@ -120,12 +120,8 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    modes = {"batch_invariant": batch_invariant or exact, "exact": exact}
-    environment = {
-        **engine_env(use_gpu=use_gpu, model_path=model_path, **modes),
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        **more_env,
-    }
+    environment = engine_env(use_gpu, model_path, batch_invariant, exact)
+    environment |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **more_env}
 
     def start(index: int) -> Any:
         placing, extra = placements[index]
@@ -166,7 +162,7 @@ def _model_args(
 
 
 def engine_env(
-    *, use_gpu: bool, model_path: str, batch_invariant: bool = False, exact: bool = False
+    use_gpu: bool, model_path: str, batch_invariant: bool = False, exact: bool = False
 ) -> dict[str, str]:
     """Environment of an engine's process, to be there before vLLM is imported. A model in a
     directory needs no hub."""
@@ -186,7 +182,7 @@ def engine_env(
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     if exact:
         environment[VARIABLE] = "1"
-    if use_gpu and batch_invariant:
+    if use_gpu and (batch_invariant or exact):
         environment["VLLM_BATCH_INVARIANT"] = "1"
     if not use_gpu:
         environment |= {
