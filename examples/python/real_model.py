@@ -104,14 +104,22 @@ def cached_model(cache_dir: Path) -> Path:
 def convert(source: str, target: str) -> None:
     """The GGUF file in ``source`` in Hugging Face form, fp32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
-    AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=FILE, dtype=torch.float32
-    ).save_pretrained(target)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=FILE,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    # transformers 5.19 saves no model that it loaded from such a file, not even in fp32
+    plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(target)
 
 
 def main() -> int:
