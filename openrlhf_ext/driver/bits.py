@@ -9,7 +9,7 @@ suffixes: B = completions, N = response tokens of all completions, n = those tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from openrlhf_ext.driver.scoring import Scored
 from openrlhf_ext.exact import NotExact
+from openrlhf_ext.exact.digests import Digests, first_difference
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.response import Response
@@ -98,6 +100,30 @@ def _place(samples: Sequence[Response], bounds: np.ndarray, number: int) -> tupl
     sample = samples[row]
     places = np.concatenate([np.arange(start, stop) for start, stop in sample.actions])
     return sample, int(places[number - bounds[row]])
+
+
+def said_difference(
+    layout: ParallelLayout, ranks: Sequence[Digests], engines: Mapping[int, Sequence[Digests]]
+) -> str:
+    """Says where policy and engines part. ``ranks``: digests of every rank, in order; ``engines``:
+    those of each engine's workers, by its number."""
+    found = []
+    for number, workers in engines.items():
+        for worker, engine in enumerate(workers):
+            stages = layout.ranks(tensor=worker, replica=0)
+            policy = {name: digest for rank in stages for name, digest in ranks[rank].items()}
+            if (place := first_difference(policy, engine)) is not None:
+                found.append((place, f"engine {number}, worker {worker}"))
+    if not found:
+        return (
+            "with the present weights all modules compute the same bits for this text: look at the "
+            "output layer, the temperature, or at weights that were old when the step was made"
+        )
+    (module, token), where = found[0]
+    return (
+        f"for this text and the present weights the first module that differs is {module!r}, from "
+        f"token {token} on ({where}); those before it compute the same bits"
+    )
 
 
 @dataclass

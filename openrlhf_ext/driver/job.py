@@ -25,6 +25,7 @@ from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, results, write_card
+from openrlhf_ext.driver.bits import BitJudge
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
@@ -335,6 +336,7 @@ def build_loop(parts: Parts) -> TrainingLoop:
             config, callers(parts.trained), parts.prompts.fingerprint, parts.events
         ),
     )
+    loop.bit_judge = BitJudge(parts.events, loop.walk)
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
     begin_ledger(loop)

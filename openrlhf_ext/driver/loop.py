@@ -23,7 +23,7 @@ import torch
 
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.bits import BitJudge
+from openrlhf_ext.driver.bits import BitJudge, said_difference
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.description import recounted
 from openrlhf_ext.driver.drift import DriftCheck
@@ -102,12 +102,12 @@ class TrainingLoop(Parts):
     profiler: StepProfiler
     sinks: Sequence[Any] = ()
     drift: DriftCheck | None = None
-    exact: BitJudge | None = None
     ledger: JsonLines = field(init=False)
     repeats: Repeats = field(init=False)
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
+    bit_judge: BitJudge = field(init=False)
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
@@ -135,8 +135,7 @@ class TrainingLoop(Parts):
                 self.go_back(groups, self.judge.why)
                 continue
             self.record(described, trained)
-            if self.exact is not None:
-                self.exact.judge(self.step, described.bits)
+            self.bit_judge.judge(self.step, described.bits)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
@@ -226,6 +225,19 @@ class TrainingLoop(Parts):
         self._note_state()
         self._ended = time.perf_counter()
         self.guard.release()
+
+    def walk(self, token_ids: Sequence[int]) -> str:
+        """Says which module of policy and engines computes something else for a text, with the
+        present weights of both."""
+        self.rollouts.drain()
+        with self._limit("looking for the module that differs"):
+            self.sharing.make_room_for_policy()
+            ranks = self._get(self.policy.ask("walk", token_ids))
+            with self.sharing.generation(lambda: False):
+                there = self.supervisor.there
+                calls = [engine.walk.remote(token_ids) for engine in there.values()]
+                engines = dict(zip(there, self._get(calls), strict=True))
+        return said_difference(self.config.layout, ranks, engines)
 
     def describe(self, made: Experience) -> Described:
         """Returns metrics and samples of the step's batch."""

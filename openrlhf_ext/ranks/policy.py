@@ -6,7 +6,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
+from openrlhf_ext.exact.digests import Digests, digests
+from openrlhf_ext.exact.walk import policy_modules, recorded
 from openrlhf_ext.groups.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.ranks.actor import TrainedActor
 from openrlhf_ext.ranks.movement import Movement
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
@@ -238,6 +240,16 @@ class PolicyActor(TrainedActor):
         swapped = nullcontext() if copy is None else copy.swapped_in()
         with self.policy.trained.as_loaded(), swapped:
             return plain(self.policy.logprobs(batch).logprobs_N)
+
+    @phase("walk over modules")
+    def walk(self, token_ids: Sequence[int]) -> Digests:
+        """Returns what this rank's modules compute for a text (``exact.walk``), as digests."""
+        self.reload_states("parameters")
+        row = sequence_batch([np.array(token_ids, np.int32)], [[(1, len(token_ids))]])
+        modules = [each for chunk in self.policy.chunks for each in policy_modules(chunk)]
+        with recorded(modules) as states:
+            self.policy.logprobs(row)
+        return digests(states, len(token_ids))
 
     def take_shard(self, shard: TrainingShard) -> None:
         self.shard = shard

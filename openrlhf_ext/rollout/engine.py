@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging import version as packaging_version
 
 from openrlhf_ext import compat
+from openrlhf_ext.exact.digests import Digests
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.patches.vllm_moe import telling_experts
 from openrlhf_ext.rollout.process import answer_where, describe_process, log_tail
@@ -392,6 +393,17 @@ class RolloutEngine(compat.RolloutRayActor):
             for token, at in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
         return list(completion.token_ids), logprobs
+
+    async def walk(self, token_ids: Sequence[int]) -> list[Digests]:
+        """Returns what each worker's modules compute for a text (`openrlhf_ext.exact.walk`), as
+        digests. No other request may be in progress."""
+        await self.llm.collective_rpc("begin_walk")
+        # log-probs of a prompt make vLLM compute it whole, without its prefix cache
+        request = await self._add_request(
+            list(token_ids), _FIRST, max_tokens=1, temperature=0.0, prompt_logprobs=0
+        )
+        await self._finish(request.output.get(), request.params)
+        return await self.llm.collective_rpc("end_walk", args=(len(token_ids),))
 
     async def _queue_probe(self) -> tuple[_Request, _Request]:
         """Queues the request that reads the prefix cache, then the one that fills it."""

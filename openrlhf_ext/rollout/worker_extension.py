@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.exact import engine as exact_engine
+from openrlhf_ext.exact.digests import Digests, digests
+from openrlhf_ext.exact.walk import engine_modules, recorded
 from openrlhf_ext.patches.vllm_moe import PATCH
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
@@ -77,6 +80,8 @@ class WeightSyncExtension:
     _held: HeldWeights | HeldAdapter
     _adapter: HeldAdapter | None = None
     _bf16_layers: list[int] | None = None
+    _walk: AbstractContextManager[dict[str, Tensor]]
+    _walked: dict[str, Tensor]
 
     def hold_adapter(self) -> None:
         """Switches to adapters: from now on requests use one, and updates bring adapters."""
@@ -99,6 +104,16 @@ class WeightSyncExtension:
         else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:183)
             module = sys.modules[type(sampler).__module__]
             setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
+
+    def begin_walk(self) -> None:
+        """Records what modules compute, until `end_walk`."""
+        self._walk = recorded(engine_modules(self.model_runner.get_model()))
+        self._walked = self._walk.__enter__()
+
+    def end_walk(self, tokens: int) -> Digests:
+        """Returns digests of a text's first ``tokens`` tokens, which was the last to be computed."""
+        self._walk.__exit__(None, None, None)
+        return digests(self._walked, tokens)
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         """Joins the sender's group with this worker's number within its engine."""
