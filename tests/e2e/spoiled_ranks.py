@@ -58,6 +58,23 @@ class NotFinite(policy.PolicyActor):
             model.finalize_model_grads_func = reduce
 
 
+class Inexact(policy.PolicyActor):
+    """Attention of the second layer scales scores by one unit in the last place more, and nobody
+    compares the probe."""
+
+    def init_model(self, *arguments: Any) -> dict[str, Any]:
+        import math
+
+        about = super().init_model(*arguments)
+        attention = self.policy.chunks[0].decoder.layers[1].self_attention.core_attention
+        attention.scale *= 1 + 2**-22
+        assert math.isfinite(attention.scale)
+        return about
+
+    def prove_sync(self) -> dict[str, float]:
+        return {"weight_sync/probe_diff": 0.0, "weight_sync/version": float(self.version)}
+
+
 def leave_out(numbers: str) -> None:
     """The prompts with these numbers, from the beginning."""
     make = Rollouts.__init__
@@ -70,7 +87,13 @@ def leave_out(numbers: str) -> None:
 
 
 if __name__ == "__main__":
-    kinds = {"small_gpu": OnSmallGpu, "slow": Slow, "not_finite": NotFinite, "": policy.PolicyActor}
+    kinds = {
+        "small_gpu": OnSmallGpu,
+        "slow": Slow,
+        "not_finite": NotFinite,
+        "inexact": Inexact,
+        "": policy.PolicyActor,
+    }
     processes.PolicyActor = kinds[os.environ["SPOILED"]]
     leave_out(os.environ.get("LEFT_OUT", ""))
     sys.exit(main())
