@@ -150,7 +150,9 @@ def old_logprobs(config: RunConfig) -> tuple[str, str]:
     resolved."""
     if config.algo.old_logprobs != "auto":
         return config.algo.old_logprobs, "algo.old_logprobs"
-    why = _why_policy(config)
+    if config.ratios_to_engines:
+        return "engine", "exact mode: the engines' log-probs are the policy's"
+    why = config.why_policy_pass if config.train.exact_rollout_enable else _why_policy(config)
     return (
         ("policy", why)
         if why
@@ -159,12 +161,12 @@ def old_logprobs(config: RunConfig) -> tuple[str, str]:
 
 
 def engine_entropies(config: RunConfig) -> bool:
-    """Whether the estimator shapes by entropies, and by those of the engines
-    (``algo.entropies``)."""
+    """Whether the estimator shapes by entropies, and by those of the engines (``algo.entropies``
+    with its default resolved)."""
     from openrlhf_ext.algorithms.registry import algorithm_class  # late, as above
 
     return (
-        config.algo.entropies == "engine"
+        config.entropy_source == "engine"
         and "entropies" in algorithm_class(algorithm_name(config)).needs
     )
 

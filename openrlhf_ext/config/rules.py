@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ext.config import precision
+from openrlhf_ext.config import exact_rules, precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import (
@@ -572,7 +572,7 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
     if config.max_staleness == 0:
         return
     # Without partial rollouts no request is running at a sync, so no group can be late.
-    uncorrected = config.correction_level == "off" and config.algo.old_logprobs != "engine"
+    uncorrected = config.correction_level == "off" and not config.ratios_to_engines
     if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
         yield Violation(
             ("train.late_groups", "algo.advantage.is_correction_level"),
@@ -661,11 +661,12 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     reference,
     guide,
     reward_model,
+    exact_rules.layout,
 )
 """Rules about the layout of models and engines."""
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
-    evaluations, streaming, reserved_keys, adaptive_kl, two_names,
+    evaluations, streaming, reserved_keys, adaptive_kl, two_names, exact_rules.settings,
 )  # fmt: skip
 
 
@@ -881,6 +882,7 @@ WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     unused_reward_model,
     unused_graders,
     token_budgets,
+    exact_rules.unused,
 )
 
 

@@ -4,14 +4,17 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.options import Int, added, is_set, no_meaning, not_yet, sections
-from openrlhf_ext.options.sections.algo import GUIDED, MIXED, OPENRLHF, OPENRLHF_KL
+from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED, MIXED, OPENRLHF, OPENRLHF_KL
 from openrlhf_ext.options.sections.models import FP8
 from openrlhf_ext.options.table import OptionTable, table_of
+
+if TYPE_CHECKING:
+    from openrlhf_ext.algorithms.base import Algorithm
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
@@ -306,12 +309,74 @@ OpenRLHF that are refused are listed at the end.
         return self.algo.of(self.algo.advantage.estimator)
 
     @property
+    def ratios_to_engines(self) -> bool:
+        """Whether old log-probs are the engines', with ``algo.old_logprobs auto`` resolved."""
+        if self.algo.old_logprobs != "auto":
+            return self.algo.old_logprobs == "engine"
+        return self.train.exact_rollout_enable and self.why_policy_pass is None
+
+    @property
+    def entropy_source(self) -> str:
+        """``algo.entropies`` with its default resolved: those of the engines in exact mode, unless
+        the policy computes log-probs, and so entropies, all the same."""
+        given, algo = self.algo.entropies, self.algo
+        if not self.train.exact_rollout_enable or is_set(self, "algo.entropies"):
+            return given
+        corrects = algo.advantage.is_correction_level != "off"
+        computes = algo.old_logprobs == "policy" or self._why_logprobs is not None or corrects
+        return given if computes or self._why_entropies is not None else "engine"
+
+    @property
+    def why_policy_pass(self) -> str | None:
+        """In exact mode: why the policy scores a batch before the update although the engines'
+        log-probs are its own; None: it does not."""
+        if (why := self._why_logprobs) is not None:
+            return why
+        if (why := self._why_entropies) is not None and "entropies" in self._method.needs:
+            return f"{self.algo.advantage.estimator} shapes by entropies, and {why}"
+        # last, because it also stands for the default of tokens that lag
+        if self.algo.advantage.is_correction_level != "off":
+            return "the importance correction compares them with the engines'"
+        return None
+
+    @property
+    def _why_logprobs(self) -> str | None:
+        estimator = self.algo.advantage.estimator
+        if self.train.drift_check:
+            return "train.drift_check compares them with those after the step"
+        if self.has_critic:
+            return "the policy is not trained in the critic's first steps"
+        if estimator == CUSTOM:
+            return "the algorithm is not part of the package"
+        if self.max_staleness > 0 and self._method.needs_prepare:
+            return f"{estimator} chooses tokens by them, and the engines' may lag behind"
+        return None
+
+    @property
+    def _why_entropies(self) -> str | None:
+        """Why entropies of the engines do not take the place of the policy's."""
+        if is_set(self, "algo.entropies"):
+            return "algo.entropies is policy" if self.algo.entropies == "policy" else None
+        if self.train.agent_func_path is not None:
+            return "responses of agents have no entropies"
+        if self.rollout.top_p < 1:
+            return "the engines' are of a truncated distribution"
+        return "the engines' may lag behind" if self.max_staleness > 0 else None
+
+    @property
+    def _method(self) -> type[Algorithm]:
+        """Not of the estimator custom, whose file would be run."""
+        from openrlhf_ext.algorithms.registry import algorithm_class  # late: it imports torch
+
+        return algorithm_class(self.algo.advantage.estimator)
+
+    @property
     def correction_level(self) -> str:
         """With its default resolved: off-policy are tokens that lag, and those that FP8 engines
         sampled."""
         off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
-        # ratios then are to what was sampled from
-        off_policy = off_policy and self.algo.old_logprobs != "engine"
+        # ratios to the engines' log-probs are to what was sampled from
+        off_policy = off_policy and not self.ratios_to_engines
         if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
         return self.algo.advantage.is_correction_level
@@ -344,6 +409,9 @@ OpenRLHF that are refused are listed at the end.
             yield "algo.kl.init_coef", OPENRLHF_KL
         if self.actor.gradient_checkpointing_enable:
             yield "megatron.recompute", "full"
+        by_engines = self.train.exact_rollout_enable and self.entropy_source == "engine"
+        if by_engines and "entropies" in self._method.needs:
+            yield "algo.entropies", "engine"
         if self.correction_level != "off":
             yield "algo.advantage.is_correction_level", self.correction_level
             yield "algo.advantage.is_correction_mode", self.correction_mode

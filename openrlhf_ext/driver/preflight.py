@@ -20,12 +20,14 @@ from openrlhf_ext.config.estimator import (
     engine_entropies,
     flag_options,
 )
+from openrlhf_ext.config.exact_rules import EXACT
 from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name
-from openrlhf_ext.config.model_rules import model_violations
+from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.records import open_source
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.tokenizers import tokenizer_fault
 from openrlhf_ext.driver.trials import Tried, try_user_code
+from openrlhf_ext.exact import limits
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Fault, no_effect, read, value_of
@@ -45,7 +47,8 @@ def findings(config: RunConfig) -> Findings:
     files can be loaded."""
     if unusable := own_algorithm_problems(config):
         return Findings((*unusable, *checkpoint_violations(config), *machine_violations()), ())
-    options = option_findings(config)
+    options, exact = option_findings(config), list(exact_violations(config))
+    asks = config.dry_run or config.dry_run_json  # of a run that may be on another machine
     violations = [
         *options.violations,
         *correction_violations(config),
@@ -55,18 +58,23 @@ def findings(config: RunConfig) -> Findings:
         *checkpoint_violations(config),
         *guide_violations(config),
         *machine_violations(),
+        *([] if asks else exact),
         *corridor.violations(config),
     ]
-    return Findings(
-        tuple(violations),
-        (*unread_warnings(config), *transport_warnings(config), *options.warnings),
+    warnings = (
+        *unread_warnings(config),
+        *transport_warnings(config),
+        *(f"on this machine, {violation.message}" for violation in exact if asks),
+        *options.warnings,
     )
+    return Findings(tuple(violations), warnings)
 
 
 def check_downloaded(config: RunConfig) -> None:
     """The rules about models that :func:`load_config` could not apply to a hub name. Raises
     ConfigError: lists every violation."""
-    _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
+    rules = (model_violations, checkpoint_violations, guide_violations, exact_violations)
+    _require([violation for rule in rules for violation in rule(config)])
 
 
 def check_hub_data(config: RunConfig) -> None:
@@ -301,6 +309,7 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
     estimator, method = config.algo.advantage.estimator, algorithm_class(algorithm_name(config))
     penalty = algorithm_options(config)[1].get("kl")
     by_policy = "entropies" in method.needs and not engine_entropies(config)
+    exact = config.train.exact_rollout_enable
     needs = [
         (
             config.rollout.top_p < 1,
@@ -322,13 +331,13 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
             f"{estimator} needs a forward pass of the policy for its entropies",
         ),
         (
-            method.needs_prepare,
+            method.needs_prepare and not (exact and config.max_staleness == 0),
             "algo.advantage.estimator",
             estimator,
             "it chooses tokens by the policy's log-probs",
         ),
         (
-            penalty is not None and penalty["place"] == "reward",
+            penalty is not None and penalty["place"] == "reward" and not exact,
             "algo.kl.init_coef",
             f"{config.algo.kl.init_coef:g}",
             "a KL penalty in the reward uses the policy's log-probs",
@@ -414,17 +423,53 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
 def transport_warnings(config: RunConfig) -> Iterator[str]:
     """A transport that needs GPUs, where this machine has none: a run here would end, one on other
     nodes may not."""
-    if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not glob.glob("/dev/nvidia[0-9]*"):
+    if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not _gpus_here():
         yield (
             f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, but this machine has none: "
             "the nodes of the run must have them; auto uses gloo without GPUs"
         )
 
 
+def _gpus_here() -> list[str]:
+    return glob.glob("/dev/nvidia[0-9]*")
+
+
+def _starts_here() -> bool:
+    """Whether processes start on this machine, not on a cluster that is joined."""
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
+def exact_violations(config: RunConfig) -> Iterator[Violation]:
+    """Exact mode has the vLLM that it was written for, and on a CPU a processor and a length for
+    which its kernels compute the same in a prompt as in a generation."""
+    if not config.train.exact_rollout_enable:
+        return
+    if (problem := limits.vllm_problem()) is not None:
+        yield Violation((EXACT,), f"{EXACT}: {problem}; install that release, or leave {EXACT} out")
+    if _gpus_here() or not _starts_here():
+        return
+    if (problem := limits.processor_problem()) is not None:
+        yield Violation((EXACT,), f"{EXACT}: {problem}; leave it out, or use another machine")
+        return
+    shape, _ = local_shape("actor.model_name_or_path", config.actor.model_name_or_path)
+    if shape is None:
+        return  # not downloaded yet, or reported by other rules
+    size = 2 if config.megatron.param_dtype == "bf16" else 4
+    longest = limits.longest_sequence(size, shape.head_dim)
+    if config.data.max_len > longest:
+        yield Violation(
+            ("data.max_len", EXACT),
+            f"data.max_len must be at most {longest} tokens with {EXACT} on this CPU, because "
+            "vLLM's attention cuts longer sequences into tiles of keys, at other places in a "
+            f"prompt than in a generation: got {config.data.max_len}; lower it, or leave {EXACT} "
+            "out",
+        )
+
+
 def machine_violations() -> Iterator[Violation]:
     """This machine has what the processes of the smallest run need, if they start here: room for
     semaphores, and open files; libraries do not say which of them they lack."""
-    if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
+    if not _starts_here():
         return
     free = shutil.disk_usage(_SHARED).free >> 20 if os.path.isdir(_SHARED) else _SHARED_MIB
     if free < _SHARED_MIB:

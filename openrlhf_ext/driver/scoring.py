@@ -299,8 +299,8 @@ def _of_engines(rollout: RolloutBatch) -> Tensor:
     """Returns (N,) log-probs under which the engines sampled the tokens."""
     if rollout.rollout_logprobs is None:
         raise ValueError(
-            "algo.old_logprobs engine: a completion came without log-probs of its engine, as "
-            "those of an agent whose rollout_log_probs are None; use algo.old_logprobs auto"
+            "old log-probs of the engines: a completion came without log-probs of its engine, as "
+            "those of an agent whose rollout_log_probs are None; use algo.old_logprobs policy"
         )
     return rollout.rollout_logprobs
 

@@ -5,14 +5,12 @@ Shape suffixes as in ``operations``.
 
 from __future__ import annotations
 
-import os
-import platform
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.exact import NotExact
+from openrlhf_ext.exact.limits import processor_problem
 from openrlhf_ext.exact.operations import Product
 
 ROWS = 32
@@ -22,7 +20,6 @@ in fp32 (benchmarks/results/exact_cpu.json)."""
 PAGE = 128
 """Tokens of a page of keys and values; vLLM's on a CPU (vllm 0.32.0 platforms/cpu.py:293)."""
 _PRIMITIVES = 4  # kept for each product; all have the same shape
-_MOST_QUERIES = 32  # query heads that a kernel of vLLM's attention takes at a time, at most
 
 
 def padded(x_MK: Tensor) -> Tensor:
@@ -160,22 +157,3 @@ def attention_isa(dtype: torch.dtype, head_dim: int) -> str:
     if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16:
         return "amx"
     return "vec"
-
-
-def processor_problem() -> str | None:
-    """Why exact mode does not run on this processor; None if it does. What was tried: x86-64 with
-    AVX-512, with and without AMX."""
-    if platform.machine() == "x86_64" and torch.cpu._is_avx512_supported():
-        return None
-    name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or "this processor"
-    return f"{name} ({platform.machine()}): exact mode was tried on x86-64 with AVX-512 only"
-
-
-def longest_sequence(dtype_bytes: int, head_dim: int) -> int:
-    """Tokens of the longest sequence whose attention is one tile of keys, on this processor. vLLM's
-    kernel cuts longer ones, and not at the same places in a prompt as in a generation. A tile fills
-    half of the L2 cache: queries, outputs (4 bytes), keys and values of a token, and its scores (by
-    reading of vllm csrc/cpu/cpu_attn_impl.hpp, ``calcu_default_tile_size``)."""
-    available = os.sysconf("SC_LEVEL2_CACHE_SIZE") // 2
-    token = head_dim * (4 + 4 + 2 * dtype_bytes) + 4 * _MOST_QUERIES
-    return max(available // token // 32 * 32, 32)

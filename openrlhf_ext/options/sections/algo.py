@@ -68,8 +68,8 @@ class Advantage(Section):
     is_correction_level: Literal["off", "token", "seq"] = option(
         "off",
         "importance correction between policy and engine: off, per token, or per sequence",
-        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable (not "
-        "algo.old_logprobs engine)",
+        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable, unless "
+        "old log-probs are the engines'",
     )
     is_correction_mode: Literal["mask", "clip"] = option(
         "mask",
@@ -176,13 +176,15 @@ class Algo(Section):
         "auto",
         "old log-probs of the ratios: policy = from a forward pass of the policy before the "
         "update; engine = those the engine sampled with; auto = those the update itself computes "
-        "where they are the same (docs/algorithms.md), else policy",
+        "where they are the same (docs/algorithms.md), else policy; with "
+        "train.exact_rollout_enable engine where possible (docs/exact.md)",
     )
     entropies: Literal["policy", "engine"] = added(
         "policy",
         "entropies that a method uses for shaping: policy = from a forward pass of the policy, "
         "exact; engine = of the distribution that the engine sampled each token from, which needs "
         "no forward pass (docs/algorithms.md)",
+        default_text="policy; engine with train.exact_rollout_enable where there is no such pass",
     )
     dynamic_filtering_enable: bool = option(
         False,
