@@ -336,7 +336,8 @@ def build_loop(parts: Parts) -> TrainingLoop:
             config, callers(parts.trained), parts.prompts.fingerprint, parts.events
         ),
     )
-    loop.bit_judge = BitJudge(parts.events, loop.walk)
+    if config.train.exact_rollout_enable:
+        loop.bit_judge = BitJudge(parts.events, loop.walk)
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
     begin_ledger(loop)

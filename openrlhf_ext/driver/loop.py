@@ -107,7 +107,7 @@ class TrainingLoop(Parts):
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
-    bit_judge: BitJudge = field(init=False)
+    bit_judge: BitJudge | None = field(default=None, init=False)  # of exact mode
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
@@ -135,7 +135,8 @@ class TrainingLoop(Parts):
                 self.go_back(groups, self.judge.why)
                 continue
             self.record(described, trained)
-            self.bit_judge.judge(self.step, described.bits)
+            if self.bit_judge is not None:
+                self.bit_judge.judge(self.step, described.bits)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
