@@ -59,7 +59,8 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
 
 
 def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
-    """Two data-parallel ranks send; the engine has a bucket of each when it dies."""
+    """Two data-parallel ranks send; the engine has a bucket of each when it dies. In exact mode:
+    the new engine's log-probs are the policy's to the last bit, as the old one's."""
     task = Task.make(tmp_path)
     common = {
         "megatron__tensor_parallel_size": 1,
@@ -68,6 +69,7 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
         "train__full_determinism_enable": True,
         "vllm__sync_backend": "gloo",
         "weight_sync__bucket_mib": 1,
+        "train__exact_rollout_enable": True,
     }
     runs = {"alone": {}, "disturbed": {"vllm__num_engines": 2}}
     for name, options in runs.items():
@@ -77,6 +79,7 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
     assert (tmp_path / "killed").exists()
     alone, disturbed = (task.metrics(name) for name in runs)
     assert [record["engines/restarts"] for record in disturbed] == [0, 1, 1]
+    assert [record["rollout/bit_equal"] for record in disturbed] == [1.0, 1.0, 1.0]
     policies = [load_file(tmp_path / name / "model.safetensors") for name in runs]
     assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
     for metric in (
@@ -86,6 +89,7 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
         "entropy/mean",
         "tokens/generated",
         "weight_sync/bytes",
+        "rollout/bit_equal",
     ):
         assert [record[metric] for record in disturbed] == [record[metric] for record in alone]
 
