@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
 CORE = {
-    "algorithms", "checkpoints", "compat", "config", "driver", "fp8", "groups", "head", "imports", "megatron",
+    "algorithms", "checkpoints", "compat", "config", "driver", "exact", "fp8", "groups", "head", "imports", "megatron",
     "options", "patches", "planning", "ranks", "reporting", "rewards", "rollout",
 }  # fmt: skip
 # room -> rooms of ours (or parts of them) it may import, and outside packages it may not
@@ -25,6 +25,7 @@ RULES = {
     "algorithms": ({"options", "user_code"}, HEAVY - {"pydantic"}),
     "head": (set(), HEAVY),
     "fp8": (set(), HEAVY),
+    "exact": (set(), HEAVY - {"vllm"}),
     "checkpoints": ({"inputs"}, HEAVY),
     "config": (
         {
@@ -239,7 +240,7 @@ NODES = {
     "openrlhf_ext": 400_600,
     "benchmarks": 90_000,
     "patches": 5_700,
-    "tests/gpu": 61_300,
+    "tests/gpu": 61_900,
 }
 WORDS = 62_000
 FEATURES = {  # identifiers that name it -> files of the package that may

@@ -111,12 +111,7 @@ def create_rollout_engines(
     elif places is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
-        share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
-        engine_args |= {"gpu_memory_utilization": share, "enable_sleep_mode": options.enable_sleep}
-        if routed_experts:
-            # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM
-            # refuses the two
-            engine_args["moe_backend"] = "triton"
+        engine_args |= _gpu_args(options, routed_experts, exact)
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
@@ -137,6 +132,21 @@ def create_rollout_engines(
         return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
 
     return EngineFleet(start, options.num_engines)
+
+
+def _gpu_args(options: Vllm, routed_experts: bool, exact: bool) -> dict[str, Any]:
+    share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": share,
+        "enable_sleep_mode": options.enable_sleep,
+    }
+    if routed_experts:
+        # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM
+        # refuses the two
+        arguments["moe_backend"] = "triton"
+    if exact:
+        arguments["attention_backend"] = "FLASH_ATTN"  # vLLM takes FlashInfer's on a B200
+    return arguments
 
 
 def _model_args(
@@ -199,8 +209,12 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
 
 def exact_env(use_gpu: bool) -> dict[str, str]:
     """What an exact engine's process has besides, before anything is imported."""
-    if use_gpu:
-        return {VARIABLE: "1"}
+    if use_gpu:  # ``exact.engine`` says what for
+        return {
+            VARIABLE: "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
+        }
     # a generation's keys are not cut into parts for several threads
     return {VARIABLE: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
 

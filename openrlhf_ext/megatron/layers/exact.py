@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.exact import VARIABLE
-from openrlhf_ext.exact.operations import Operations, Product, logprobs, operations, rotary_table
+from openrlhf_ext.exact.operations import Operations, Product, operations, rotary_table
 from openrlhf_ext.megatron.layers import LayerConverter, linears
 
 if TYPE_CHECKING:
@@ -37,8 +37,15 @@ class ExactLayers(LayerConverter):
     own_layers = True
 
     def environment(self) -> dict[str, str]:
-        # the variables of vLLM's batch-invariant mode are those of the process that it starts in
-        return {VARIABLE: "1", "OMP_NUM_THREADS": "1", "VLLM_BATCH_INVARIANT": "1"}
+        # the variables of vLLM's batch-invariant mode are those of the process that it starts in;
+        # cuBLAS's are what the mode sets (``exact.gpu``), here for products before it begins
+        return {
+            VARIABLE: "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_BATCH_INVARIANT": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+            "CUBLASLT_WORKSPACE_SIZE": "1",
+        }
 
     def require(self) -> None:
         """Raises NotExact, with the reason."""
@@ -93,4 +100,4 @@ class ExactHead:
         return self.table.logits(hidden_BH, self.product)
 
     def logprobs(self, logits_BV: Tensor, temperature: float) -> Tensor:
-        return logprobs(logits_BV, temperature)
+        return self.table.logprobs(logits_BV, temperature)
