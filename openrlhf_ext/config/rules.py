@@ -258,14 +258,14 @@ def corridor_and_restarts(config: RunConfig) -> Iterator[Violation]:
 
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
-    if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
-        yield Violation(
-            ("vllm.sync_backend", "train.full_determinism_enable"),
-            "vllm.sync_backend nccl needs the same NCCL settings in policy and engines, but "
-            "batch-invariant engines (train.full_determinism_enable) have other settings, one "
-            "channel and one thread: got nccl and train.full_determinism_enable; use auto or "
-            "gloo, or leave one of them out",
-        )
+    for name in ("train.full_determinism_enable", "train.exact_rollout_enable"):
+        if config.vllm.sync_backend == "nccl" and value_of(config, name):
+            yield Violation(
+                ("vllm.sync_backend", name),
+                "vllm.sync_backend nccl needs the same NCCL settings in policy and engines, but "
+                f"batch-invariant engines ({name}) have other settings, one channel and one "
+                f"thread: got nccl and {name}; use auto or gloo, or leave one of them out",
+            )
     if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
         yield Violation(
             options,

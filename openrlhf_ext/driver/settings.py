@@ -206,7 +206,7 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
         config.vllm.sync_backend,
         on_gpu=use_gpu,
         colocated=config.engines_share_gpus,
-        deterministic=config.train.full_determinism_enable,
+        deterministic=config.train.full_determinism_enable or config.train.exact_rollout_enable,
     )
     workers, tolerance = config.vllm.tensor_parallel_size, probe_tolerance(config)
     travels, dtype = config.vllm.lora, config.rollout_dtype

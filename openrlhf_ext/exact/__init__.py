@@ -7,6 +7,10 @@ VARIABLE = "OPENRLHF_EXT_EXACT"
 """Set to 1 in the processes of exact engines, which then import ``exact.engine``."""
 TESTED_VLLM = "0.32.0"
 """The engine's half replaces functions of vLLM, and the policy's half calls its kernels."""
+LEAST_QUERIES = 128
+"""Of a sequence, as flash attention is told on GPUs by policy and engine, at least. For fewer it
+takes other tiles of keys at some head sizes, so that a generated token would not have the bits of
+the same token in a prompt (vllm-project/flash-attention hopper/tile_size.h, flash_api.cpp)."""
 
 
 class NotExact(RuntimeError):

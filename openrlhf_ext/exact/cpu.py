@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openrlhf_ext.exact import NotExact
 from openrlhf_ext.exact.limits import processor_problem
-from openrlhf_ext.exact.operations import Product
+from openrlhf_ext.exact.operations import Product, plain_norm, plain_silu_times
 
 ROWS = 32
 """Rows of a product. oneDNN may choose another kernel, which sums in another order, for fewer rows
@@ -74,17 +74,20 @@ class CpuOperations:
     def logits(self, hidden_MK: Tensor, head: Product) -> Tensor:
         return head(hidden_MK.float(), None)
 
+    def logprobs(self, logits_MV: Tensor, temperature: float) -> Tensor:
+        """By the two calls of the sampler of vLLM's first model runner, which CPUs have: a
+        division, then one softmax over each row (vllm 0.32.0 v1/sample/sampler.py)."""
+        divisor = logits_MV.new_tensor(temperature)
+        return logits_MV.div(divisor).log_softmax(-1, dtype=torch.float32)
+
     def add(self, residual: Tensor, branch: Tensor) -> Tensor:
         return residual.to(branch.dtype).float() + branch.float()
 
     def norm(self, x_MK: Tensor, weight_K: Tensor, eps: float, *, of_sum: bool) -> Tensor:
-        x = x_MK.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return x.to(weight_K.dtype) * weight_K
+        return plain_norm(x_MK, weight_K, eps)
 
     def silu_times(self, gate_up_MN: Tensor) -> Tensor:
-        gate, up = gate_up_MN.chunk(2, -1)
-        return F.silu(gate) * up
+        return plain_silu_times(gate_up_MN)
 
     def rotate(
         self, positions_T: Tensor, query_TQD: Tensor, key_TGD: Tensor, table: Tensor

@@ -2,8 +2,8 @@
 
 ``rollout.worker_extension`` installs it before a model is loaded, in processes whose environment
 has ``OPENRLHF_EXT_EXACT=1``. A reload of weights packs them again by itself, because vLLM then calls
-the replaced function for each layer. On GPUs there is nothing to replace: vLLM's batch-invariant
-mode (``VLLM_BATCH_INVARIANT=1``) is the table.
+the replaced function for each layer. On GPUs vLLM's batch-invariant mode (``VLLM_BATCH_INVARIANT=1``)
+is the table but for two things, which ``_install_on_gpu`` replaces (by reading; no GPU has run it).
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf_ext.exact import VARIABLE, NotExact
+from openrlhf_ext.exact import LEAST_QUERIES, VARIABLE, NotExact
 from openrlhf_ext.exact.limits import vllm_problem
 from openrlhf_ext.exact.operations import Operations
 from openrlhf_ext.exact.table import device_operations
 
 _HEAD = "exact_head_product"
+_ON_GPU = {
+    "VLLM_BATCH_INVARIANT": "no result depends on the rest of a batch",
+    "VLLM_USE_V2_MODEL_RUNNER": "the runner whose log-probs the policy computes",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "CUDA graphs of vLLM's own kernels, where torch.compile fuses",
+}
+"""Variables that are 1, and what for."""
 
 
 def is_asked() -> bool:
@@ -28,13 +34,42 @@ def is_asked() -> bool:
 
 
 def install() -> None:
-    """Replaces what vLLM computes linear layers and logits with. Raises NotExact."""
+    """Replaces what vLLM computes otherwise than the policy. Raises NotExact."""
     if (problem := vllm_problem()) is not None:
         raise NotExact(problem)
     if torch.cuda.is_available():
-        if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
-            raise NotExact("an exact engine on a GPU needs VLLM_BATCH_INVARIANT=1 in its process")
-        return
+        _install_on_gpu()
+    else:
+        _install_on_cpu()
+
+
+def _install_on_gpu() -> None:
+    """The rotary table is made on the host, as the policy's is, because cosines of a GPU may differ
+    in their last bit; and flash attention takes the tiles of a prompt for a generated token."""
+    missing = [f"{name}=1 ({why})" for name, why in _ON_GPU.items() if os.environ.get(name) != "1"]
+    if missing:
+        raise NotExact(f"the process of an exact engine on a GPU needs {', '.join(missing)}")
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    build = FlashAttentionMetadataBuilder.build
+    cosines_and_sines = RotaryEmbeddingBase._compute_cos_sin_cache
+
+    def build_for_prompts(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = build(builder, *args, **kwargs)
+        batch.max_query_len = max(batch.max_query_len, LEAST_QUERIES)
+        return batch
+
+    def on_the_host(embedding: Any) -> Tensor:
+        device = torch.get_default_device()  # the model is built on it
+        with torch.device("cpu"):
+            return cosines_and_sines(embedding).to(device)
+
+    FlashAttentionMetadataBuilder.build = build_for_prompts
+    RotaryEmbeddingBase._compute_cos_sin_cache = on_the_host
+
+
+def _install_on_cpu() -> None:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Product = Callable[[Tensor, "Tensor | None"], Tensor]
@@ -56,11 +57,22 @@ class Operations(Protocol):
     def head_product(self, weight_VK: Tensor) -> Product:
         """The product of ``logits`` with this weight as it is now."""
 
+    def logprobs(self, logits_MV: Tensor, temperature: float) -> Tensor:
+        """(M, V) fp32 log-probs from the logits of the true vocabulary."""
 
-def logprobs(logits_MV: Tensor, temperature: float) -> Tensor:
-    """(M, V) fp32 log-probs, by the two calls of vLLM's sampler: a division, then one softmax over
-    each row (vllm 0.32.0 v1/sample/sampler.py)."""
-    return logits_MV.div(logits_MV.new_tensor(temperature)).log_softmax(-1, dtype=torch.float32)
+
+def plain_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+    """RMS norm of the last dimension in torch, rounded to the weight's type before and after the
+    product with the weight."""
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x.to(weight_K.dtype) * weight_K
+
+
+def plain_silu_times(gate_up: Tensor) -> Tensor:
+    """``Operations.silu_times`` in torch."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def rotary_table(frequencies_D: Tensor, positions: int, dtype: torch.dtype) -> Tensor:

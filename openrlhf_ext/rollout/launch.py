@@ -111,12 +111,7 @@ def create_rollout_engines(
     elif places is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
-        share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
-        engine_args |= {"gpu_memory_utilization": share, "enable_sleep_mode": options.enable_sleep}
-        if routed_experts:
-            # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM
-            # refuses the two
-            engine_args["moe_backend"] = "triton"
+        engine_args |= _gpu_args(options, routed_experts, exact)
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
@@ -132,6 +127,21 @@ def create_rollout_engines(
         return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
 
     return EngineFleet(start, options.num_engines)
+
+
+def _gpu_args(options: Vllm, routed_experts: bool, exact: bool) -> dict[str, Any]:
+    share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": share,
+        "enable_sleep_mode": options.enable_sleep,
+    }
+    if routed_experts:
+        # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM
+        # refuses the two
+        arguments["moe_backend"] = "triton"
+    if exact:
+        arguments["attention_backend"] = "FLASH_ATTN"  # vLLM takes FlashInfer's on a B200
+    return arguments
 
 
 def _model_args(
@@ -193,7 +203,9 @@ def engine_env(
             # else the first log-prob compiles C++, which takes longer than most tests
             "TORCHDYNAMO_DISABLE": "1",
         }
-    if exact and not use_gpu:  # do not cut the keys of a generation into parts for several threads
+    if exact and use_gpu:  # `exact.engine` says what for
+        environment |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+    elif exact:  # do not cut the keys of a generation into parts for several threads
         environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     return environment
 

@@ -111,7 +111,11 @@ CHECKS = (
     Check("tests.gpu.flight:killed_in_a_sync", 6, 270, RUN),
     Check("tests.gpu.flight:mixture", 6, 270, RUN),
     Check("tests.gpu.flight:determinism", 6, 300, RUN),
-    Check("tests.gpu.exactness:first_look", 6, 300, RUN),
+    # exact mode: each explains a failure of the next
+    Check("tests.gpu.exactness:norms", 6, 90, ENGINE),
+    Check("tests.gpu.exactness:products", 6, 120, ENGINE),
+    Check("tests.gpu.exactness:attention", 6, 90, ENGINE),
+    Check("tests.gpu.exactness:policy_and_engine", 6, 300, RUN),
     Check("tests.gpu.flight:real_model", 6, 360, RUN),
     Check("tests.gpu.engine_alone:of_7b", 6, 240, ENGINE),
     Check("tests.gpu.engine_alone:of_7b_graphs_to_1024", 6, 240, ENGINE),

@@ -1,11 +1,11 @@
-"""How far a policy rank is from computing an engine's log-probs to the last bit, and where the two
-part, for call 6.
+"""Exact mode, for call 6: do its operations give a row the same bits in any batch, and has the
+policy the engine's log-probs to the last bit?
 
-The policy is bf16 on plain layers, on a GPU with vLLM's batch-invariant operations in its process
-too, beside an engine with VLLM_BATCH_INVARIANT=1 (vllm 0.32.0
-model_executor/determinism/batch_invariant.py). The two never share a process:
-``python -m tests.gpu.exactness MODEL FILE`` is the engine. Shape suffixes: T = tokens of a text, N
-= tokens of all.
+In the order in which one failure explains the next: ``norms``, ``products``, ``attention``,
+``policy_and_engine``. On a CPU they are the operations of its own table. Policy and engine never
+share a process: ``python -m tests.gpu.exactness MODEL FILE`` is the engine. Shape suffixes as in
+``openrlhf_ext.exact.operations``; T = tokens of a text, N = tokens of all, L = positions of one
+sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,183 +22,256 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.kit import Machine
+from openrlhf_ext.exact import LEAST_QUERIES
+from openrlhf_ext.exact.operations import Operations
+from openrlhf_ext.exact.walk import (
+    States,
+    differences,
+    different,
+    engine_modules,
+    policy_modules,
+    recorded,
+)
+from openrlhf_ext.megatron.layers.exact import ExactLayers, device_operations
+from tests.gpu.kit import Machine, Partly
 from tests.gpu.runs import REAL_MODEL, ROOT, Runs, real_checkpoint, report
 
-_INVARIANT = "VLLM_BATCH_INVARIANT"
-_PROMPT = 12  # tokens
-Meant = Callable[[tuple, Any], Tensor]
-"""What of a module's inputs and output is looked at."""
-Modules = Iterator[tuple[str, torch.nn.Module, Meant]]
-States = dict[str, Tensor]
-"""(T, ...) outputs of modules for one text, by name, in the order of computation."""
+_PROMPT, _LONGEST = 12, 512  # tokens
+_EPS = 1e-6
+_ALONE = 64  # rows of a batch that are computed one by one
+Batch = Callable[[Tensor], Tensor]
+"""Computes rows."""
 
 
-def first_look(machine: Machine) -> dict:
+# ---- operations
+
+
+def norms(machine: Machine) -> dict:
+    """Norms of embeddings and of sums for 255, 256, and more rows against each row alone; on a GPU
+    also of a policy's sum against an engine's branch and stream.
+
+    Raises:
+        Partly: rows differ.
+    """
+    table, draw = _table(machine)
+    found = {}
+    for width in (3584, 896, 128) if machine.on_gpu else (896, 128):
+        stream_MK, branch_MK, weight_K = draw(600, width), draw(600, width), draw(width)
+        sum_MK = table.add(stream_MK, branch_MK)
+        norm = partial(table.norm, weight_K=weight_K, eps=_EPS)
+        of_sum, of_other = partial(norm, of_sum=True), partial(norm, of_sum=False)
+        found |= _by_rows(f"sums of {width}", of_sum, sum_MK, (255, 256, 600))
+        found |= _by_rows(f"embeddings of {width}", of_other, stream_MK, (255, 256, 600))
+        if machine.on_gpu:
+            from vllm import _custom_ops
+
+            normed, stream = branch_MK.clone(), stream_MK.clone()
+            _custom_ops.fused_add_rms_norm(normed, stream, weight_K, _EPS)
+            found[f"sum and zeros of {width}"] = _rows(of_sum(sum_MK), normed)
+            found[f"stream of {width}"] = _rows(sum_MK, stream)
+    return _all_equal(machine, found)
+
+
+def products(machine: Machine) -> dict:
+    """Linear layers, with and without bias, and the head for 1 to 4,096 rows against each row
+    alone.
+
+    Raises:
+        Partly: rows differ.
+    """
+    table, draw = _table(machine)
+    sizes = (1, 2, 15, 16, 64, 255, 256, 1000, 4096) if machine.on_gpu else (1, 4, 31, 33, 100)
+    shapes = ((3584, 4608), (896, 151_936), (2048, 4096)) if machine.on_gpu else ((96, 200),)
+    found = {}
+    for inputs, outputs in shapes:
+        x_MK, weight_NK = draw(sizes[-1], inputs), draw(outputs, inputs)
+        for name, compute in _products(table, weight_NK, draw(outputs)).items():
+            found |= _by_rows(f"{name} of {inputs} to {outputs}", compute, x_MK, sizes)
+    return _all_equal(machine, found)
+
+
+def _products(table: Operations, weight_NK: Tensor, bias_N: Tensor) -> dict[str, Batch]:
+    product, head = table.product(weight_NK), table.head_product(weight_NK)
+    return {
+        "linear": lambda x: product(x, None),
+        "with bias": lambda x: product(x, bias_N),
+        "head": lambda x: table.logits(x, head),
+    }
+
+
+def attention(machine: Machine) -> dict:
+    """A pack against each of its sequences alone; on a GPU also against tokens that are generated
+    one by one, as an exact engine does it, and, only reported, as any engine does it.
+
+    Raises:
+        Partly: tokens differ.
+    """
+    table, draw = _table(machine)
+    found, others = {}, {}
+    lengths = (700, 1, 130, 37) if machine.on_gpu else (70, 1, 13)
+    for size in (64, 128) if machine.on_gpu else (32, 64):  # the bundle's vLLM has only these
+        attend = partial(_attention, table, scale=size**-0.5)
+        pack = [draw(sum(lengths), heads, size) for heads in (4, 2, 2)]
+        whole = attend(pack, lengths)
+        parts = [*zip(*(x.split(lengths) for x in pack), strict=True)]
+        alone = torch.cat([attend(part, [len(part[0])]) for part in parts])
+        found[f"alone, {size}"] = _rows(alone, whole)
+        if machine.on_gpu:
+            first = whole[: lengths[0]]
+            generated = partial(_generated, table, parts[0], size**-0.5)
+            found[f"generated, {size}"] = _rows(generated(LEAST_QUERIES), first)
+            others[f"generated by any engine, {size}"] = _rows(generated(1), first)
+    return _all_equal(machine, found, others)
+
+
+def _attention(
+    table: Operations, pack: Sequence[Tensor], lengths: Sequence[int], scale: float
+) -> Tensor:
+    query, key, value = pack
+    starts = torch.tensor([0, *lengths], device=query.device).cumsum(0).int()
+    return table.attention(query, key, value, starts, scale)
+
+
+def _generated(table: Any, sequence: Sequence[Tensor], scale: float, longest: int) -> Tensor:
+    """(L, Q, D) each token as a request of its own, with the tokens before it in pages."""
+    from openrlhf_ext.exact.gpu import fill_pages
+
+    query, key, value = sequence
+    each = torch.arange(len(query) + 1, device=query.device, dtype=torch.int32)
+    keys, values, table_1P = fill_pages(key, value, each[[0, -1]])
+    pages = keys, values, table_1P.expand(len(query), -1).contiguous()
+    return table.over_pages(query, pages, each, each[1:], longest, scale)
+
+
+def _table(machine: Machine) -> tuple[Operations, Callable[..., Tensor]]:
+    """The operations in a rank's environment, and what draws bf16 numbers."""
+    os.environ |= ExactLayers(_LONGEST).environment()
+    torch.set_num_threads(1)
+    generator = torch.Generator(machine.device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=machine.device).bfloat16()
+
+    return device_operations(), draw
+
+
+def _by_rows(name: str, compute: Batch, x_MK: Tensor, sizes: tuple[int, ...]) -> dict[str, int]:
+    """For batches of the first rows: how many are other bits than alone."""
+    picked = torch.linspace(0, len(x_MK) - 1, _ALONE, device=x_MK.device).long().unique()
+    alone = torch.cat([compute(x_MK[row : row + 1]) for row in picked.tolist()])
+    found = {}
+    for size in sizes:
+        inside = picked < size
+        found[f"{name}, {size} rows"] = _rows(compute(x_MK[:size])[picked[inside]], alone[inside])
+    return found
+
+
+def _rows(one: Tensor, other: Tensor) -> int:
+    return int(different(one, other).flatten(1).any(1).sum())
+
+
+def _all_equal(machine: Machine, found: dict[str, int], others: dict | None = None) -> dict:
+    measured = report(
+        machine, {"different_rows": found, **(others or {})}, ["batch-invariant kernels"]
+    )
+    if wrong := {name: count for name, count in found.items() if count}:
+        raise Partly(f"rows that are other bits in another batch: {wrong}", measured)
+    return measured
+
+
+# ---- policy and engine
+
+
+def policy_and_engine(machine: Machine) -> dict:
     """Log-probs of 10,000 sampled tokens (256 on a CPU), and every module's output for one text.
 
     Returns:
         For the policy, and for the engine's own second computation of the same tokens as a prompt:
-        for how many tokens the log-prob is another number, and how far, in nats. For every module
-        in order: the share of values that are others, and the largest difference; and the first
-        module with any.
+        for how many tokens the log-prob has other bits, and how far, in nats. The modules that
+        differ; the first one.
 
     Raises:
-        AssertionError: the two do not compute the same model: log-probs differ by more than
-        rounding explains.
+        Partly: the policy's log-probs differ from the engine's.
     """
     with Runs.open(machine, "exactness") as runs:
         model = real_checkpoint(runs.folder) if os.environ.get(REAL_MODEL) else runs.policy
         engine = _engine(machine, model, runs.folder / "engine.pt")
-        if machine.on_gpu:
-            _be_batch_invariant()
-        logprobs_N, states = _policy(model, engine["tokens"])
+        logprobs_N, states = _policy(machine, model, engine["tokens"])
     sampled_N = torch.tensor([value for row in engine["sampled"] for value in row])
     again_N = torch.tensor([value for row in engine["as_prompt"] for value in row])
-    modules = [_difference(name, states[name], value) for name, value in engine["states"].items()]
+    modules = [each for each in differences(states, engine["states"]) if each.largest > 0]
     found = {
         "policy": _apart(logprobs_N, sampled_N),
         "engine_as_prompt": _apart(again_N, sampled_N),
-        "policy_to_engine_as_prompt": _apart(logprobs_N, again_N),
-        "modules": modules,
-        "first_difference": next(
-            (module["name"] for module in modules if module["different_share"] > 0), None
-        ),
+        "modules": len(engine["states"]),
+        "different_modules": [asdict(each) for each in modules],
+        "first_difference": modules[0].name if modules else None,
         "attention": engine["attention"],
+        "flash_attention_version": engine["flash_attention_version"],
         "runner": engine["runner"],
     }
-    if not found["policy"]["mean_abs_nats"] < 0.1:
-        raise AssertionError(f"policy and engine do not compute the same model: {found['policy']}")
-    return report(machine, found, ["batch-invariant operations", "10,000 tokens"])
+    measured = report(machine, found, ["batch-invariant operations", "10,000 tokens"])
+    if wrong := found["policy"]["different"]:
+        where = found["first_difference"] or "the head, softmax, or a generated token's attention"
+        raise Partly(
+            f"{wrong} of {len(sampled_N)} log-probs have other bits; first: {where}", measured
+        )
+    return measured
 
 
 def _apart(one_N: Tensor, other_N: Tensor) -> dict[str, Any]:
     gaps_N = (one_N.double() - other_N.double()).abs()
     return {
         "tokens": len(gaps_N),
-        "different": int((gaps_N != 0).sum()),
+        "different": int((one_N.view(torch.int32) != other_N.view(torch.int32)).sum()),
         "max_abs_nats": gaps_N.max().item(),
         "mean_abs_nats": gaps_N.mean().item(),
     }
 
 
-def _difference(name: str, policy: Tensor, engine: Tensor) -> dict[str, Any]:
-    assert policy.shape == engine.shape, (
-        f"{name}: {tuple(policy.shape)} in the policy, {tuple(engine.shape)}"
-    )
-    gaps = (policy.double() - engine.double()).abs()
-    return {
-        "name": name,
-        "different_share": (gaps != 0).double().mean().item(),
-        "max_abs": gaps.max().item(),
-    }
-
-
-def _be_batch_invariant() -> None:
-    """Before the first product: cuBLAS reads its workspace's size then."""
-    os.environ[_INVARIANT] = "1"
-    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
-
-    init_batch_invariance()
-
-
-# ---- the policy
-
-
-def _policy(model: Path, texts: list[list[int]]) -> tuple[Tensor, States]:
+def _policy(machine: Machine, model: Path, texts: list[list[int]]) -> tuple[Tensor, States]:
     """(N,) log-probs of all tokens behind the prompts, and the first text's states."""
     import numpy as np
 
     from openrlhf_ext.megatron.step.batch import sequence_batch
     from tests.gpu.alone import build
-    from tests.gpu.policies import plain_layers
 
     def batch(rows: list[list[int]]) -> Any:
         return sequence_batch(
             [np.array(row, dtype=np.int32) for row in rows], [[(_PROMPT, len(row))] for row in rows]
         )
 
-    with plain_layers():
-        policy = build({"model": str(model), "dtype": "bf16"})
-    with _recorded(_policy_modules(policy.chunks[0])) as states:
+    _table(machine)
+    case = {"model": str(model), "dtype": "bf16", "converters": (ExactLayers(_LONGEST),)}
+    policy = build(case)
+    with recorded(policy_modules(policy.chunks[0])) as states:
         policy.logprobs(batch(texts[:1]), temperature=1.0)
     return policy.logprobs(batch(texts), temperature=1.0).logprobs_N.float().cpu(), states
 
 
-def _policy_modules(model: Any) -> Modules:
-    yield "embedding", model.embedding.word_embeddings, _output
-    for number, layer in enumerate(model.decoder.layers):
-        attention = layer.self_attention
-        groups, size = attention.config.num_query_groups, attention.config.kv_channels
-        yield f"{number} qkv", attention.linear_qkv, partial(_as_vllm, groups, size)
-        yield f"{number} rotated q", attention.core_attention, lambda args, _: args[0].flatten(1)
-        yield f"{number} rotated k", attention.core_attention, lambda args, _: args[1].flatten(1)
-        yield f"{number} attention", attention.core_attention, lambda _, out: out.flatten(1)
-        yield f"{number} o_proj", attention.linear_proj, _output
-        yield f"{number} gate_up", layer.mlp.linear_fc1, _output
-        yield f"{number} activation", layer.mlp.linear_fc2, lambda args, _: args[0].flatten(0, -2)
-        yield f"{number} down", layer.mlp.linear_fc2, _output
-    yield "norm", model.decoder.final_layernorm, _output
-
-
-def _as_vllm(groups: int, size: int, _: tuple, out: Any) -> Tensor:
-    """Megatron has the heads of a group beside each other, vLLM all queries first."""
-    rows = _output((), out).unflatten(-1, (groups, -1, size))
-    return torch.cat(
-        [rows[:, :, :-2].flatten(1), rows[:, :, -2].flatten(1), rows[:, :, -1].flatten(1)], -1
-    )
-
-
-def _output(_: tuple, out: Any) -> Tensor:
-    """(T, ...) of a module that gives a tensor, or a tuple that begins with one."""
-    tensor = out[0] if isinstance(out, tuple) else out
-    return tensor.flatten(0, -2)
-
-
-@contextmanager
-def _recorded(modules: Modules) -> Iterator[States]:
-    """What the modules compute in the body, once."""
-    states: States = {}
-    handles = []
-    for name, module, meant in modules:
-
-        def keep(
-            _: Any,
-            args: tuple,
-            out: Any,
-            name: str = name,
-            meant: Callable[[tuple, Any], Tensor] = meant,
-        ) -> None:
-            # some are overwritten in place
-            states[name] = meant(args, out).detach().to("cpu", copy=True)
-
-        handles.append(module.register_forward_hook(keep))
-    try:
-        yield states
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# ---- the engine
-
-
 def _engine(machine: Machine, model: Path, file: Path) -> dict[str, Any]:
     """What ``main`` has written."""
-    more = {_INVARIANT: "1"} if machine.on_gpu else {}
+    from openrlhf_ext.rollout.launch import engine_env, exact_env
+
+    on_gpu = machine.on_gpu
+    own = engine_env(use_gpu=on_gpu, model_path=str(model), batch_invariant=True)
     command = [sys.executable, "-m", "tests.gpu.exactness", str(model), str(file)]
-    subprocess.run(command, cwd=ROOT, env=os.environ | more, check=True)
+    environment = os.environ | own | exact_env(on_gpu)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return torch.load(file, weights_only=False)
 
 
 def main(model: Path, file: Path) -> None:
     """Samples, scores the same tokens as prompts, and records one text's modules."""
     from openrlhf_ext import patches
+    from openrlhf_ext.exact import engine as exact_engine
     from tests.gpu.engine_alone import names, runner_of, start
 
     patches.apply()
+    exact_engine.install()
     machine = Machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None, 0.0)
-    llm = start(machine, model, enforce_eager=True)
+    backend = {"attention_backend": "FLASH_ATTN"} if machine.on_gpu else {}
+    llm = start(machine, model, enforce_eager=True, **backend)
     from vllm import SamplingParams
 
     rows, length = (160, 64) if machine.on_gpu else (16, 16)
@@ -213,7 +286,7 @@ def main(model: Path, file: Path) -> None:
     tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
     again = llm.generate([{"prompt_token_ids": text} for text in tokens], scored, use_tqdm=False)
-    with _recorded(_engine_modules(runner_of(llm).get_model())) as states:
+    with recorded(engine_modules(runner_of(llm).get_model())) as states:
         alone = SamplingParams(max_tokens=1, temperature=1.0)
         llm.generate([{"prompt_token_ids": tokens[0]}], alone, use_tqdm=False)
     found = {
@@ -234,20 +307,6 @@ def main(model: Path, file: Path) -> None:
 
 def _logprobs(entries: Any, tokens: list[int]) -> list[float]:
     return [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
-
-
-def _engine_modules(model: Any) -> Modules:
-    yield "embedding", model.model.embed_tokens, _output
-    for number, layer in enumerate(model.model.layers):
-        yield f"{number} qkv", layer.self_attn.qkv_proj, _output
-        yield f"{number} rotated q", layer.self_attn.attn, lambda args, _: args[0]
-        yield f"{number} rotated k", layer.self_attn.attn, lambda args, _: args[1]
-        yield f"{number} attention", layer.self_attn.attn, _output
-        yield f"{number} o_proj", layer.self_attn.o_proj, _output
-        yield f"{number} gate_up", layer.mlp.gate_up_proj, _output
-        yield f"{number} activation", layer.mlp.act_fn, _output
-        yield f"{number} down", layer.mlp.down_proj, _output
-    yield "norm", model.model.norm, _output
 
 
 if __name__ == "__main__":

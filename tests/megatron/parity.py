@@ -70,9 +70,9 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     many as the others); dtype, temperature, recompute (fields of ``Megatron``), head,
     distributed_optimizer, overlap (fields of ``Megatron``); micro_batch_size or max_tokens (of
     training), forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see
-    ``deal``); piece_unit (of packs); record (experts of the forward pass, for training); aux
-    (weight of the loss that balances experts); max_len (tokens of the longest sequence); on_host
-    (Adam's states).
+    ``deal``); piece_unit (of packs); converters (of layers); record (experts of the forward pass,
+    for training); aux (weight of the loss that balances experts); max_len (tokens of the longest
+    sequence); on_host (Adam's states).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(
@@ -91,7 +91,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
             max_tokens_per_gpu=case.get("forward_max_tokens"),
         ),
         micro_batches(case.get("micro_batch_size", 2), tokens),
-        (PieceUnit(case.get("piece_unit", 1)),),
+        (PieceUnit(case.get("piece_unit", 1)), *case.get("converters", ())),
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
         max_len=case.get("max_len"),
         aux_loss_coef=case.get("aux", 0.0),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from openrlhf_ext.exact.operations import Operations, Product, logprobs, rotary_table
+from openrlhf_ext.exact.operations import Operations, Product, rotary_table
 from openrlhf_ext.exact.table import device_operations
 from openrlhf_ext.megatron.layers import LayerConverter, linears
 
@@ -86,4 +86,4 @@ class ExactHead:
         return self.table.logits(hidden_BH, self.product)
 
     def logprobs(self, logits_BV: Tensor, temperature: float) -> Tensor:
-        return logprobs(logits_BV, temperature)
+        return self.table.logprobs(logits_BV, temperature)
