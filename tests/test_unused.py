@@ -30,6 +30,8 @@ LIBRARIES_READ = {
     "_maybe_dtoh_and_synchronize": "Megatron's token dispatcher, of itself",
     "cuda_dtoh_stream": "Megatron's token dispatcher, of its class",
     "_forward_impl": "Megatron's ColumnParallelLinear.forward and RowParallelLinear.forward",
+    "_apply_head": "vLLM's LogitsProcessor.forward",
+    "rotary_pos_emb": "Megatron's TransformerLayer.forward, which gives it",
     "source_to_code": "importlib, of a loader",
     "on_train_begin": "transformers' Trainer, of a callback",
     "control": "transformers' Trainer, of a callback",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openrlhf_ext.driver.scoring import Scored
 from openrlhf_ext.exact import NotExact
-from openrlhf_ext.exact.digests import Digests, first_difference
+from openrlhf_ext.exact.walk import Digests, first_difference
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import EventLog
@@ -29,32 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WorstToken:
-    """The counted token whose log-probs are farthest apart: at ``place`` of its completion's
-    ``tokens_S``."""
+class Bits:
+    """How many tokens count, of how many the log-probs are ``differing`` bits, and the counted
+    token whose log-probs are farthest apart: its ``response``, its ``place`` in ``tokens_S``, and
+    both log-probs (``policy``, ``engine``)."""
 
+    tokens: int
+    differing: int
     response: Response
     place: int
     policy: float
     engine: float
 
     @property
-    def token(self) -> int:
-        return int(self.response.tokens_S[self.place])
-
-
-@dataclass(frozen=True)
-class Bits:
-    """How many tokens count, and of how many both log-probs are the same bits. ``worst``: None if
-    all are."""
-
-    tokens: int
-    equal: int
-    worst: WorstToken | None
-
-    @property
-    def share(self) -> float:
-        return self.equal / self.tokens
+    def facts(self) -> dict[str, Any]:
+        """Plain values."""
+        facts = {name: value for name, value in vars(self).items() if name != "response"}
+        return facts | {"token": int(self.response.tokens_S[self.place])}
 
 
 def compared_bits(scored: Scored, old: LogprobEntropy, version: int) -> Bits | None:
@@ -68,18 +59,21 @@ def compared_bits(scored: Scored, old: LogprobEntropy, version: int) -> Bits | N
     if not len(policy_n):
         return None
     same_n = policy_n.view(torch.int32) == engine_n.view(torch.int32)
-    worst = None
-    if not bool(same_n.all()):
-        gap_n = (policy_n.double() - engine_n.double()).abs().nan_to_num(torch.inf)
-        gap_n[same_n] = -1.0
-        place = int(gap_n.argmax())
-        number = int(counted_N.nonzero()[place])
-        worst = WorstToken(
-            *_place(scored.samples, scored.rollout.segments.bounds, number),
-            float(policy_n[place]),
-            float(engine_n[place]),
-        )
-    return Bits(len(same_n), int(same_n.sum()), worst)
+    gap_n = (policy_n.double() - engine_n.double()).abs().nan_to_num(torch.inf)
+    worst = int(torch.where(same_n, -1.0, gap_n).argmax())
+    number = int(counted_N.nonzero()[worst])
+    bounds = scored.rollout.segments.bounds
+    row = int(np.searchsorted(bounds, number, side="right")) - 1
+    response = scored.samples[row]
+    places = np.concatenate([np.arange(start, stop) for start, stop in response.actions])
+    return Bits(
+        len(same_n),
+        int((~same_n).sum()),
+        response,
+        int(places[number - bounds[row]]),
+        float(policy_n[worst]),
+        float(engine_n[worst]),
+    )
 
 
 def _counted(scored: Scored, version: int) -> Tensor:
@@ -92,14 +86,6 @@ def _counted(scored: Scored, version: int) -> Tensor:
                 current_S[start:stop] = then == version
         counted += [current_S[start:stop] for start, stop in sample.actions]
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *counted]))
-
-
-def _place(samples: Sequence[Response], bounds: np.ndarray, number: int) -> tuple[Response, int]:
-    """The completion of a response token of the batch, and its place in ``tokens_S``."""
-    row = int(np.searchsorted(bounds, number, side="right")) - 1
-    sample = samples[row]
-    places = np.concatenate([np.arange(start, stop) for start, stop in sample.actions])
-    return sample, int(places[number - bounds[row]])
 
 
 def said_difference(
@@ -142,36 +128,18 @@ class BitJudge:
         """Raises NotExact if tokens differ in the first step in which tokens count."""
         if found is None:
             return
-        if found.worst is None:
-            self._proved = True
-            return
-        facts = _facts(found)
-        if not self._proved:
-            tokens = found.worst.response.tokens_S.tolist()
-            raise NotExact(
-                f"train.exact_rollout_enable: in step {step} {_said(found)}\n{self.walk(tokens)}"
-            )
-        logger.warning("step %d is not exact: %s", step, _said(found))
-        self.events.note("not_exact", **facts)
+        if found.differing:
+            said = _SAID.format(**found.facts)
+            if not self._proved:
+                walked = self.walk(found.response.tokens_S.tolist())
+                raise NotExact(f"train.exact_rollout_enable: in step {step} {said}\n{walked}")
+            logger.warning("step %d is not exact: %s", step, said)
+            self.events.note("not_exact", **found.facts)
+        self._proved = True
 
 
-def _facts(found: Bits) -> dict[str, Any]:
-    worst = found.worst
-    assert worst is not None
-    return {
-        "tokens": found.tokens,
-        "differing": found.tokens - found.equal,
-        "place": worst.place,
-        "token": worst.token,
-        "policy": worst.policy,
-        "engine": worst.engine,
-    }
-
-
-def _said(found: Bits) -> str:
-    facts = _facts(found)
-    return (
-        "the log-probs of {differing} of {tokens} tokens are not the same bits in policy and "
-        "engine; the worst is token {token} at place {place} of its sequence: policy {policy!r}, "
-        "engine {engine!r}".format(**facts)
-    )
+_SAID = (
+    "the log-probs of {differing} of {tokens} tokens are not the same bits in policy and engine; "
+    "the worst is token {token} at place {place} of its sequence: policy {policy!r}, engine "
+    "{engine!r}"
+)

@@ -112,7 +112,7 @@ class ExperienceMaker:
         )
         bits = compared_bits(scored, old, made.version) if self.exact else None
         if bits is not None:
-            metrics["rollout/bit_equal"] = bits.share
+            metrics["rollout/bit_equal"] = 1.0 - bits.differing / bits.tokens
         metrics |= made.seconds
         metrics["time/shape"] += time.perf_counter() - started
         return Described(scored.groups, scored.batch, old, metrics, samples, bits)

@@ -191,9 +191,11 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 
 
 def probe_tolerance(config: RunConfig) -> float:
-    """Returns the tolerance of the options. The default for a mixture of experts in bf16 is larger:
+    """Returns the tolerance of the options; 0 in exact mode. The default for a mixture of experts in bf16 is larger:
     its routers round too and choose other experts, so single tokens differ by more than a nat.
     Checksums of experts cover single experts."""
+    if config.train.exact_rollout_enable:
+        return 0.0
     given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
     if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
         shape = read_model_shape(policy_path(config))
@@ -211,12 +213,5 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
     workers, tolerance = config.vllm.tensor_parallel_size, probe_tolerance(config)
     travels, dtype = config.vllm.lora, config.rollout_dtype
     return SyncSettings(
-        transport,
-        workers,
-        config.weight_sync,
-        tolerance,
-        tuple(probe),
-        travels,
-        dtype,
-        exact=config.train.exact_rollout_enable,
+        transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype
     )

@@ -6,12 +6,11 @@ Shape suffixes as in ``operations``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.exact import NotExact
 from openrlhf_ext.exact.limits import processor_problem
-from openrlhf_ext.exact.operations import Product, plain_norm, plain_silu_times
+from openrlhf_ext.exact.operations import Product, page_layout, plain_norm, plain_silu_times
 
 ROWS = 32
 """Rows of a product. oneDNN may choose another kernel, which sums in another order, for fewer rows
@@ -107,16 +106,11 @@ class CpuOperations:
         groups = key_TGD.shape[1]
         isa = attention_isa(dtype, size)
         lengths_S = starts.diff()
-        pages_S = (lengths_S + PAGE - 1) // PAGE
-        first_S = F.pad(pages_S.cumsum(0), (1, 0))[:-1]
-        table = (first_S[:, None] + torch.arange(int(pages_S.max()))).int()
-        each_T = lengths_S.long()
-        within_T = torch.arange(len(query_TQD)) - starts[:-1].repeat_interleave(each_T)
-        slots_T = first_S.repeat_interleave(each_T) * PAGE + within_T
-        cache = torch.zeros(int(pages_S.sum()), groups, 2 * PAGE, size, dtype=dtype)
+        pages, table_SP, slots_T = page_layout(starts, len(key_TGD), PAGE)
+        cache = torch.zeros(pages, groups, 2 * PAGE, size, dtype=dtype)
         keys, values = cache.chunk(2, dim=2)
         self._kernels.cpu_attn_reshape_and_cache(
-            key_TGD.contiguous(), value_TGD.contiguous(), keys, values, slots_T.long(), isa
+            key_TGD.contiguous(), value_TGD.contiguous(), keys, values, slots_T, isa
         )
         work = self._kernels.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths_S),
@@ -144,7 +138,7 @@ class CpuOperations:
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=table,
+            block_table=table_SP,
             softcap=0.0,
             scheduler_metadata=work,
             s_aux=None,

@@ -21,6 +21,7 @@ from openrlhf_ext.exact.limits import vllm_problem
 from openrlhf_ext.exact.operations import (
     PlainBackward,
     Product,
+    page_layout,
     plain_norm,
     plain_silu_times,
 )
@@ -206,22 +207,9 @@ class GpuOperations:
 
 
 def fill_pages(key_TGD: Tensor, value_TGD: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of a pack in pages, one sequence after the other, without reading from the
-    device.
-
-    Returns:
-        (pages, PAGE, G, D) twice, zeros where nothing is; (S, P) int32 the pages of each sequence,
-        filled up with any.
-    """
-    tokens, sequences, lengths_S = len(key_TGD), len(starts) - 1, starts.diff()
-    pages = tokens // PAGE + sequences  # not fewer than are needed
-    pages_S = (lengths_S + PAGE - 1) // PAGE
-    first_S = pages_S.cumsum(0) - pages_S
-    of_one = torch.arange(tokens // PAGE + 1, device=starts.device)
-    table_SP = (first_S[:, None] + of_one).clamp(max=pages - 1).int()
-    offsets_S = first_S * PAGE - starts[:-1]
-    offsets_T = offsets_S.repeat_interleave(lengths_S.long(), output_size=tokens)
-    slots_T = offsets_T + torch.arange(tokens, device=starts.device)
+    """Returns (pages, PAGE, G, D) keys and values, zeros where nothing is, and (S, P) int32 the
+    pages of each sequence (``page_layout``)."""
+    pages, table_SP, slots_T = page_layout(starts, len(key_TGD), PAGE)
     filled = key_TGD.new_zeros(2, pages * PAGE, *key_TGD.shape[1:])
     filled[0, slots_T], filled[1, slots_T] = key_TGD, value_TGD
     keys, values = filled.unflatten(1, (pages, PAGE))

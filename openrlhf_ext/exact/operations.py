@@ -75,6 +75,25 @@ def plain_silu_times(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def page_layout(starts: Tensor, tokens: int, page: int) -> tuple[int, Tensor, Tensor]:
+    """Pages for the keys and values of a pack, one sequence after the other, known without reading
+    from the device.
+
+    Returns:
+        The number of pages, not fewer than are needed; (S, P) int32 the pages of each sequence,
+        filled up with any; (T,) int64 the place of each token among all places of all pages.
+    """
+    lengths_S = starts.diff()
+    pages = tokens // page + len(lengths_S)
+    pages_S = (lengths_S + page - 1) // page
+    first_S = pages_S.cumsum(0) - pages_S
+    of_one = torch.arange(tokens // page + 1, device=starts.device)
+    table_SP = (first_S[:, None] + of_one).clamp(max=pages - 1).int()
+    offsets_S = first_S * page - starts[:-1]
+    offsets_T = offsets_S.repeat_interleave(lengths_S.long(), output_size=tokens)
+    return pages, table_SP, offsets_T + torch.arange(tokens, device=starts.device)
+
+
 def rotary_table(frequencies_D: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
     """(positions, 2 x frequencies): the cosines of each position's angles, then their sines (vllm
     0.32.0 rotary_embedding/base.py:94)."""

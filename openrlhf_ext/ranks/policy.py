@@ -22,8 +22,7 @@ import torch.distributed as dist
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
-from openrlhf_ext.exact.digests import Digests, digests
-from openrlhf_ext.exact.walk import policy_modules, recorded
+from openrlhf_ext.exact.walk import Digests, digests, policy_modules, recorded
 from openrlhf_ext.groups.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging import version as packaging_version
 
 from openrlhf_ext import compat
-from openrlhf_ext.exact.digests import Digests
+from openrlhf_ext.exact.walk import Digests
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.patches.vllm_moe import telling_experts
 from openrlhf_ext.rollout.process import answer_where, describe_process, log_tail

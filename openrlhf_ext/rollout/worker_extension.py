@@ -22,8 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.exact import engine as exact_engine
-from openrlhf_ext.exact.digests import Digests, digests
-from openrlhf_ext.exact.walk import engine_modules, recorded
+from openrlhf_ext.exact.walk import Digests, digests, engine_modules, recorded
 from openrlhf_ext.patches.vllm_moe import PATCH
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters

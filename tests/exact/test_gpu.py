@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from openrlhf_ext.exact import LEAST_QUERIES, NotExact, engine, gpu
 from openrlhf_ext.exact.gpu import PAGE, GpuOperations, fill_pages
 from openrlhf_ext.exact.operations import rotary_table
-from openrlhf_ext.megatron.layers.exact import ExactHead, ExactLayers
-from openrlhf_ext.rollout.launch import engine_env, exact_env
+from openrlhf_ext.megatron.layers.exact import ExactHead
+from openrlhf_ext.rollout.launch import engine_env
 
 vllm = pytest.importorskip("vllm")
 EPS = 1e-6
@@ -310,10 +310,10 @@ def test_the_mode_begins_before_anything_is_computed_and_leaves_nccl_alone(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_ranks_have_what_the_mode_sets_for_cublas_from_the_beginning() -> None:
+def test_the_mode_begins_with_what_it_sets_for_cublas() -> None:
     from vllm.model_executor.determinism import batch_invariant
 
-    given = ExactLayers(128).environment()
+    given = gpu._INVARIANT
     mode = inspect.getsource(batch_invariant.enable_batch_invariant_mode)
     for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
         assert f'os.environ["{name}"] = "{given[name]}"' in mode
@@ -325,9 +325,6 @@ REFUSED = {
     ),
     "built for cpu, not for CUDA": lambda patch: patch.setattr(
         sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False
-    ),
-    "needs VLLM_BATCH_INVARIANT=1 in this process": lambda patch: patch.setenv(
-        "VLLM_BATCH_INVARIANT", "0"
     ),
     "a GPU has compute capability 8.9: exact mode needs 9.0": lambda patch: patch.setattr(
         torch.cuda, "get_device_capability", lambda: (8, 9)
@@ -381,7 +378,7 @@ def test_an_engine_attends_to_generated_tokens_as_in_prompts_and_has_the_policys
     gpu_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder, rotary = gpu_engine
-    environment = engine_env(use_gpu=True, model_path="", batch_invariant=True) | exact_env(True)
+    environment = engine_env(use_gpu=True, model_path="", exact=True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     engine.install()
@@ -409,7 +406,7 @@ def test_an_engine_on_a_gpu_names_every_variable_that_it_lacks(
     gpu_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder, _ = gpu_engine
-    for name in exact_env(True):
+    for name in engine_env(use_gpu=True, model_path="", exact=True):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     expected = r"needs VLLM_USE_V2_MODEL_RUNNER=1 \(.*\), VLLM_USE_BREAKABLE_CUDAGRAPH=1 \(.*\)"

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from openrlhf_ext.exact.walk import (
-    Difference,
-    differences,
     engine_modules,
     policy_modules,
     recorded,
 )
+from tests.gpu.exactness import Difference, differences
 
 TOKENS, GROUPS, PER_GROUP, SIZE = 5, 2, 3, 4
 EACH = ["qkv", "attention", "o_proj", "gate_up", "activation", "down"]

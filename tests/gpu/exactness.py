@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from openrlhf_ext.exact import LEAST_QUERIES
 from openrlhf_ext.exact.operations import Operations
 from openrlhf_ext.exact.walk import (
     States,
-    differences,
-    different,
     engine_modules,
     policy_modules,
     recorded,
@@ -44,6 +42,16 @@ Batch = Callable[[Tensor], Tensor]
 
 
 # ---- operations
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``share`` of the values of a module's states that are other bits, and ``largest`` distance.
+    0 and infinity: the shapes differ."""
+
+    name: str
+    share: float
+    largest: float
 
 
 def norms(machine: Machine) -> dict:
@@ -307,6 +315,27 @@ def main(model: Path, file: Path) -> None:
 
 def _logprobs(entries: Any, tokens: list[int]) -> list[float]:
     return [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
+
+
+def differences(policy: Mapping[str, Tensor], engine: Mapping[str, Tensor]) -> list[Difference]:
+    """Of every module that both have recorded, in the engine's order."""
+    return [
+        _difference(name, policy[name], state) for name, state in engine.items() if name in policy
+    ]
+
+
+def _difference(name: str, policy: Tensor, engine: Tensor) -> Difference:
+    if policy.shape != engine.shape:
+        return Difference(name, 0.0, torch.inf)
+    if (share := different(policy, engine).double().mean().item()) == 0.0:
+        return Difference(name, 0.0, 0.0)
+    return Difference(name, share, (policy.double() - engine.double()).abs().max().item())
+
+
+def different(one: Tensor, other: Tensor) -> Tensor:
+    """Booleans: where two tensors of floating-point numbers have other bits. Zeros of both signs
+    are one number, and a NaN is another one than itself."""
+    return one != other
 
 
 if __name__ == "__main__":
