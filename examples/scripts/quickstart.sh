@@ -10,6 +10,7 @@
 #   bash examples/scripts/quickstart.sh --megatron.tensor_parallel_size 2
 #   bash examples/scripts/quickstart.sh --megatron.pipeline_parallel_size 2
 #   bash examples/scripts/quickstart.sh --train.max_staleness 1                  # sample while the policy trains
+#   bash examples/scripts/quickstart.sh --train.exact_rollout_enable             # policy = engine, to the last bit
 #
 # Variables that you may set:
 #   QUICKSTART_DIR       where results go                          (default: runs/quickstart in the checkout)
