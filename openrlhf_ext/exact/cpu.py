@@ -5,7 +5,6 @@ Shape suffixes as in ``operations``.
 
 from __future__ import annotations
 
-import os
 import platform
 
 import torch
@@ -176,6 +175,6 @@ def longest_sequence(dtype_bytes: int, head_dim: int) -> int:
     kernel cuts longer ones, and not at the same places in a prompt as in a generation. A tile fills
     half of the L2 cache: queries, outputs (4 bytes), keys and values of a token, and its scores (by
     reading of vllm csrc/cpu/cpu_attn_impl.hpp, ``calcu_default_tile_size``)."""
-    available = os.sysconf("SC_LEVEL2_CACHE_SIZE") // 2
+    available = torch.cpu.get_capabilities()["l2_cache_size"] // 2  # at::cpu::L2_cache_size()
     token = head_dim * (4 + 4 + 2 * dtype_bytes) + 4 * _MOST_QUERIES
     return max(available // token // 32 * 32, 32)
