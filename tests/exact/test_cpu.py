@@ -27,7 +27,7 @@ if (_PROBLEM := processor_problem()) is not None:
 
 TYPES = (torch.float32, torch.bfloat16)
 MOST = 130  # rows: four blocks and two rows
-SHAPES = ((263, 128), (96, 576), (48, 1536))  # N, K of products
+SHAPES = ((263, 128), (263, 576), (263, 1536))  # N, K of products
 HEADS = ((4, 2), (9, 3), (8, 1))  # of queries, of keys
 
 
