@@ -24,6 +24,7 @@ def seconds_in_turns(
     warm_up: int = 0,
     calls: int = 1,
     synchronize: Callable[[], None] = nothing,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of one call of each work, for every repeat.
 
@@ -36,6 +37,7 @@ def seconds_in_turns(
         warm_up: turns before the first that counts.
         calls: calls in a row that one time covers.
         synchronize: waits for what the device was given.
+        clock: in seconds.
     """
     for _ in range(warm_up):
         for work in works.values():
@@ -44,11 +46,11 @@ def seconds_in_turns(
     for _ in range(repeats):
         for name, work in works.items():
             synchronize()
-            started = time.perf_counter()
+            started = clock()
             for _ in range(calls):
                 work()
             synchronize()
-            seconds[name].append((time.perf_counter() - started) / calls)
+            seconds[name].append((clock() - started) / calls)
     return seconds
 
 

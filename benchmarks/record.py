@@ -71,6 +71,12 @@ MEASURES: dict[str, tuple[str, ...]] = {
             for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")
         ),
     ),
+    "exact_cpu.json": (
+        "openrlhf_ext/exact",
+        "openrlhf_ext/megatron/layers",
+        "openrlhf_ext/head",
+        "tests/exact/sides.py",
+    ),
     "faults_cpu.json": (
         "openrlhf_ext/tools/chaos",
         "openrlhf_ext/driver/guard.py",

@@ -346,6 +346,32 @@ def test_silent_faults(call, results, tmp_path, monkeypatch):
     )
 
 
+def test_exact(call, results, tmp_path, toys, commands, monkeypatch):
+    """tests/benchmarks/test_exact.py has its processes."""
+    module, passes = program("exact"), ("logprob", "train", "products")
+
+    def in_process(function: str, place: Path, given: dict[str, Any], ranks: int = 0) -> Any:
+        check = {"differ": 0, "tokens": 9, "mean": 0.0, "largest": 0.0}
+        return {
+            "sample": {"cpu_s": 1.0},
+            "score": [check | {"packing": packing} for packing in given.get("packings", ())],
+            "passes": {f"{name} {way}": [2.0] for name in passes for way in module.WAYS},
+        }[function]
+
+    monkeypatch.setattr(module, "in_process", in_process)
+    models = [f"{name}={toys / 'plain'}" for name in module.RECIPES]
+    call(module, "--model", *models, "--work", tmp_path / "work")
+    found = held(module, "exact_cpu.json")
+    assert {part: len(found[part]) for part in module.PARTS} == {
+        "bits": 4,
+        "tp": 4,
+        "cost": 4,
+        "steps": 2,
+    }
+    exact = [words for words in commands.seen if "--train.exact_rollout_enable" in words]
+    assert len(exact) == 2 and len(commands.seen) == 4
+
+
 # ---- end_to_end
 
 
