@@ -19,7 +19,7 @@ from openrlhf_ext.exact.cpu import (
     attention_isa,
 )
 from openrlhf_ext.exact.limits import longest_sequence, processor_problem
-from openrlhf_ext.exact.operations import logprobs, rotary_table
+from openrlhf_ext.exact.operations import rotary_table
 
 if (_PROBLEM := processor_problem()) is not None:
     pytest.skip(_PROBLEM, allow_module_level=True)
@@ -97,10 +97,10 @@ def test_a_row_of_logits_and_log_probs_does_not_depend_on_the_others(operations,
     assert_alone(lambda x: operations.logits(x, head), hidden_MK)
     logits_MV = operations.logits(hidden_MK, head)
     for temperature in (1.0, 0.7):
-        assert_alone(lambda x, t=temperature: logprobs(x, t), logits_MV)
+        assert_alone(lambda x, t=temperature: CpuOperations().logprobs(x, t), logits_MV)
         truth = (logits_MV.double() / temperature).log_softmax(-1)
         torch.testing.assert_close(
-            logprobs(logits_MV, temperature).double(), truth, rtol=0, atol=1e-5
+            CpuOperations().logprobs(logits_MV, temperature).double(), truth, rtol=0, atol=1e-5
         )
 
 
