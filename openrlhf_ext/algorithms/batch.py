@@ -126,6 +126,16 @@ class RolloutBatch(Named):
             raise ValueError(f"RolloutBatch.{name} is needed and was not given")
         return tensor
 
+    def rows(self, rows: slice) -> RolloutBatch:
+        """These rows, of whole groups."""
+        taken: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            tensor = getattr(self, f.name)
+            if isinstance(tensor, Tensor):
+                of_rows = f.name in _ROW_FIELDS
+                taken[f.name] = tensor[rows] if of_rows else self.segments.take(tensor, rows)
+        return dataclasses.replace(self, **taken)
+
     @cached_property
     def segments(self) -> Segments:
         """Which tokens belong to which completion."""

@@ -151,7 +151,9 @@ def old_logprobs(config: RunConfig) -> tuple[str, str]:
     if config.algo.old_logprobs != "auto":
         return config.algo.old_logprobs, "algo.old_logprobs"
     if config.ratios_to_engines:
-        return "engine", "exact mode: the engines' log-probs are the policy's"
+        if config.max_staleness == 0:
+            return "engine", "exact mode: the engines' log-probs are the policy's"
+        return "engine", "exact mode: of tokens that lag, those of the weights that sampled them"
     why = config.why_policy_pass if config.train.exact_rollout_enable else _why_policy(config)
     return (
         ("policy", why)

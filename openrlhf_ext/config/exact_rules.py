@@ -99,8 +99,8 @@ def model(config: RunConfig, shape: ModelShape, option: str) -> Iterator[Violati
     if config.train.exact_rollout_enable and (untried := list(_untried(shape))):
         yield Violation(
             (option, EXACT),
-            f"{EXACT} was tried with dense models of model_type {', '.join(_FAMILIES)}, and "
-            f"rope_type {' and '.join(_ROTARY)}: the model of {option} has {', '.join(untried)}; "
+            f"{EXACT} supports dense models of model_type {', '.join(_FAMILIES)} with rope_type "
+            f"{' or '.join(_ROTARY)}: the model of {option} has {', '.join(untried)}; "
             f"use another model, or leave {EXACT} out",
         )
 
@@ -125,8 +125,16 @@ def _untried(shape: ModelShape) -> Iterator[str]:
 def unused(config: RunConfig) -> Iterator[str]:
     """Bits are compared, not differences."""
     tolerance = config.weight_sync.probe_tolerance
-    if config.train.exact_rollout_enable and tolerance is not None:
+    if not config.train.exact_rollout_enable:
+        return
+    if tolerance is not None:
         yield no_effect("weight_sync.probe_tolerance", tolerance, f"{EXACT} compares bits")
+    if config.max_staleness and config.ratios_to_engines and config.algo.old_logprobs == "auto":
+        yield (
+            f"{EXACT} with train.max_staleness {config.max_staleness}: ratios are to the weights "
+            "that sampled a token, and there is no importance correction (algo.old_logprobs "
+            "policy has one); rollout/bit_equal counts only tokens that do not lag"
+        )
 
 
 def _not_with(name: str, value: object, why: str, remedy: str) -> Violation:

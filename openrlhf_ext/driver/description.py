@@ -45,14 +45,16 @@ def describe(
     """
     rollout, of_method = _as_seen(scored, shaped, old, algorithm)
     samples = scored.samples
-    metrics = batch_metrics(rollout)
-    metrics |= policy_mismatch(rollout, correction_band(algorithm), scored.seen_before)
+    seen = rollout.rows(scored.seen_before)
+    metrics = batch_metrics(rollout) | entropy_metrics(seen)
+    metrics |= policy_mismatch(seen, correction_band(algorithm))
     metrics |= conflict_gauges(rollout, shaped)
     metrics |= {f"algorithm/{name}": float(value) for name, value in of_method.items()}
     if scored.engine_entropies and scored.rollout.entropies is not None:
         told_N = scored.rollout.entropies
-        gap_N = (told_N - old.entropies_N).abs().double()
-        metrics["mismatch/entropy_mean_abs"] = float(gap_N.mean())
+        told_n = scored.rollout.rows(scored.seen_before)["entropies"]
+        gap_n = (told_n - seen["entropies"]).abs().double()
+        metrics["mismatch/entropy_mean_abs"] = float(gap_n.mean())
         rollout = dataclasses.replace(rollout, entropies=told_N)  # show what shaped the batch
     if rollout.ref_logprobs is not None:
         metrics["kl/reference"] = reference_kl(old.logprobs_N, rollout.ref_logprobs)
@@ -87,7 +89,9 @@ def _as_seen(
         measured_by = dataclasses.replace(measured_by, old_logprobs=scored.rollout.old_logprobs)
     if scored.engine_entropies:
         measured_by = dataclasses.replace(measured_by, entropies=scored.rollout.entropies)
-    return rollout, shaped.metrics | algorithm.measured(measured_by, shaped)
+    rows = scored.seen_before
+    measured = algorithm.measured(measured_by.rows(rows), shaped.select(rows))
+    return rollout, measured | shaped.metrics
 
 
 def _expected_reference(
@@ -114,17 +118,22 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
         "response/length_mean": tokens / len(rewards),
         "tokens/generated": tokens,
     }
-    if rollout.entropies is not None:
-        metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
-        means_B = mean_entropies(rollout.entropies, rollout.segments)
-        metrics["entropy/completion_mean"] = means_B.mean()
-        if rollout.old_logprobs is not None:
-            metrics["entropy/surprise_correlation"] = -_correlation(
-                rollout.entropies, rollout.old_logprobs, rollout.segments
-            )
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def entropy_metrics(rollout: RolloutBatch) -> dict[str, float]:
+    """Returns means of the policy's entropies over a batch, and how they go with its surprise."""
+    entropies_N, segments = rollout["entropies"], rollout.segments
+    means_B = mean_entropies(entropies_N, segments)
+    return {
+        "entropy/mean": float(float64_sum(entropies_N)) / len(entropies_N),
+        "entropy/completion_mean": float(means_B.mean()),
+        "entropy/surprise_correlation": -_correlation(
+            entropies_N, rollout["old_logprobs"], segments
+        ),
+    }
 
 
 def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
@@ -385,22 +394,16 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def policy_mismatch(
-    rollout: RolloutBatch,
-    band: tuple[float, float] = DEFAULT_BAND,
-    seen_before: slice = slice(None),
+    rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
     """Returns ``mismatch_gauges`` of the policy's completions; those of a guide differ on purpose.
-    ``seen_before``: the rows whose log-probs are those of the policy before the step. Empty if an
-    engine reported no log-probs."""
+    Empty if an engine reported no log-probs."""
     guide_B = rollout.from_guide
     engines_N = rollout.rollout_logprobs
     segments = rollout.segments
     if engines_N is None:
         return {}
-    rows: slice | Tensor = seen_before
-    if guide_B is not None and bool(guide_B.any()):
-        rows = torch.arange(len(guide_B))[seen_before]
-        rows = rows[~guide_B[rows]]
+    rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
     policy_N = segments.take(rollout["old_logprobs"], rows)
     engines_N = segments.take(engines_N, rows)
     return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)

@@ -14,8 +14,7 @@ from openrlhf_ext.exact.operations import Product, page_layout, plain_norm, plai
 
 ROWS = 32
 """Rows of a product. oneDNN may choose another kernel, which sums in another order, for fewer rows
-or for more. Blocks of 32 take 10 % longer than blocks of 256, and are faster than torch's products
-in fp32 (benchmarks/results/exact_cpu.json)."""
+or for more. Larger blocks would hardly be faster, because the weight is in oneDNN's layout."""
 PAGE = 128
 """Tokens of a page of keys and values; vLLM's on a CPU (vllm 0.32.0 platforms/cpu.py:293)."""
 _PRIMITIVES = 4  # kept for each product; all have the same shape

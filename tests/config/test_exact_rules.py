@@ -150,8 +150,8 @@ def test_replayed_experts_are_refused_with_the_mixture(refused, run_dir):
     (run_dir / "model/config.json").write_text(json.dumps(MIXTURE))
     found = refused("--train.routing_replay", "policy")
     assert [violation.message for violation in found] == [
-        f"{NAME} was tried with dense models of model_type llama, mistral, qwen2, qwen3, and "
-        "rope_type default and llama3: the model of actor.model_name_or_path has a mixture of "
+        f"{NAME} supports dense models of model_type llama, mistral, qwen2, qwen3 with "
+        "rope_type default or llama3: the model of actor.model_name_or_path has a mixture of "
         f"experts, model_type qwen3_moe; use another model, or leave {NAME} out",
         f"{NAME} does not work with train.routing_replay policy: it is for mixtures of experts, "
         "which exact mode does not take; leave it out",
@@ -297,10 +297,14 @@ GAE = (*estimator("gae"), "--critic.num_gpus_per_node", "2")
 )
 def test_old_logprobs_are_the_engines(started, words):
     config = started(EXACT, *words)
-    assert old_logprobs(config) == (
-        "engine",
-        "exact mode: the engines' log-probs are the policy's",
-    )
+    source, why = old_logprobs(config)
+    told = [line for line in config.warnings if "there is no importance correction" in line]
+    if config.max_staleness:
+        assert why == "exact mode: of tokens that lag, those of the weights that sampled them"
+        assert len(told) == 1 and "counts only tokens that do not lag" in told[0]
+    else:
+        assert why == "exact mode: the engines' log-probs are the policy's" and not told
+    assert source == "engine"
     assert config.correction_level == "off" and algorithm_options(config)[2] is None
     assert engine_entropies(config) == (words == ENTROPIC)
 

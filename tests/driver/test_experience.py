@@ -243,6 +243,8 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
     log-probs, or those of the engines."""
     with_pass, without = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
     without.scoring.source = source
+    for each in (with_pass, without):
+        each.scoring.mini_batch_size = 2 * GROUP  # one update, which sees all
     groups = [graded(0), graded(1)]
     expected = described(with_pass, groups)
     made = without.make(groups, version=4, get=get, shown=0)

@@ -16,9 +16,9 @@ from openrlhf_ext.driver import gauges
 from openrlhf_ext.driver.description import (
     DEFAULT_BAND,
     advantage_gauges,
-    batch_metrics,
     conflict_gauges,
     correction_band,
+    entropy_metrics,
     expected_of_first_update,
     guide_agreement,
     guide_gauges,
@@ -328,7 +328,7 @@ def four_completions(rewards: list[float], firsts: list[int]) -> RolloutBatch:
 
 
 def test_the_mean_of_means_of_entropy_counts_every_completion_the_same():
-    metrics = batch_metrics(four_completions([0, 0, 0, 1], [5] * 4))
+    metrics = entropy_metrics(four_completions([0, 0, 0, 1], [5] * 4))
     assert metrics["entropy/completion_mean"] == pytest.approx(0.25)
     assert metrics["entropy/mean"] == pytest.approx(0.3), "long ones count more"
 
@@ -475,15 +475,28 @@ def test_entropies_are_compared_with_the_tokens_they_are_of(monkeypatch):
     _, rollout = make_batch(5, seed=3)
     entropies_N = -rollout.old_logprobs + torch.rand_like(rollout.old_logprobs)
     name = "entropy/surprise_correlation"
-    own = batch_metrics(dataclasses.replace(rollout, entropies=entropies_N))[name]
+    own = entropy_metrics(dataclasses.replace(rollout, entropies=entropies_N))[name]
     pair = torch.stack([entropies_N, -rollout.old_logprobs])
     assert own == pytest.approx(float(torch.corrcoef(pair)[0, 1]), abs=1e-6)
-    other = batch_metrics(dataclasses.replace(rollout, entropies=entropies_N.roll(1)))[
+    other = entropy_metrics(dataclasses.replace(rollout, entropies=entropies_N.roll(1)))[
         "entropy/surprise_correlation"
     ]
     assert own > 0.3 > abs(other)
-    flat = batch_metrics(dataclasses.replace(rollout, entropies=torch.ones_like(entropies_N)))
+    flat = entropy_metrics(dataclasses.replace(rollout, entropies=torch.ones_like(entropies_N)))
     assert flat["entropy/surprise_correlation"] == 0.0
+
+
+def test_numbers_of_the_first_update_are_those_of_its_rows():
+    _, rollout = make_batch(5, seed=3)
+    entropies_N = torch.rand(len(rollout.tokens))
+    whole = dataclasses.replace(rollout, entropies=entropies_N)
+    last = rollout.segments.span(slice(GROUP, None))
+    moved = entropies_N.clone()
+    moved[last] += 5.0  # of later updates
+    part = dataclasses.replace(rollout, entropies=moved).rows(slice(0, GROUP))
+    assert entropy_metrics(part) == entropy_metrics(whole.rows(slice(0, GROUP)))
+    assert part.lengths.tolist() == rollout.lengths[:GROUP].tolist()
+    assert torch.equal(part.tokens, rollout.tokens[: last.start])
 
 
 @pytest.mark.parametrize(
