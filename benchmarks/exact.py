@@ -161,16 +161,16 @@ def steps(place: Path, given: dict[str, Any]) -> dict[str, Any]:
 def bits_table() -> str:
     """docs/exact.md: how many log-probs differ."""
     rows = []
-    for part in ("bits", "tp"):
+    for part, ranks in (("bits", 1), ("tp", 2)):
         for name, found in record.load(RESULT.name)[part].items():
             (plain, *_), exact = found["plain"], found["exact"]
             differ = sum(each["differ"] for each in exact)
             share = f"{plain['differ'] / plain['tokens']:.0%}"
             gaps = f"{plain['mean']:.2g}, {plain['largest']:.2g}"
-            rows.append([name, part, f"{exact[0]['tokens']:,}", len(exact), differ, share, gaps])
+            rows.append([name, ranks, f"{exact[0]['tokens']:,}", len(exact), differ, share, gaps])
     header = [
         "model",
-        "check",
+        "ranks",
         "tokens",
         "packings",
         "differ",
@@ -191,7 +191,7 @@ def seconds_table(part: str, columns: tuple[str, ...]) -> str:
 
 TEXTS = {
     "bits": bits_table,
-    "cost": partial(seconds_table, "cost", ("sample", "logprob", "train", "products")),
+    "cost": partial(seconds_table, "cost", ("sample", "logprob", "train")),
     "steps": partial(seconds_table, "steps", TIMES),
 }
 PARTS = {"bits": bits, "tp": bits, "cost": cost, "steps": steps}
