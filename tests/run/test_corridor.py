@@ -403,3 +403,9 @@ def test_frozen_corridors_are_of_the_recipes_as_they_are(name, tmp_path):
     assert frozen.faults(load(kind, command[3:], [])) == [], (
         "python benchmarks/curves.py makes new ones"
     )
+    # an option that the trusted runs did not have yet counts as its default
+    eps = "adam.eps" if kind is SupervisedConfig else "actor.adam.eps"
+    del frozen.options[eps]
+    assert frozen.faults(load(kind, command[3:], [])) == []
+    (fault,) = frozen.faults(load(kind, [*command[3:], f"--{eps}", "0.5"], []))
+    assert fault == f"{eps} is 0.5, in the trusted runs 1e-08"
