@@ -65,7 +65,9 @@ def in_process(function: str, place: Path, given: dict[str, Any], ranks: int = 0
     subprocess.CalledProcessError and TimeoutExpired."""
     from openrlhf_ext.rollout.launch import engine_env
 
-    environment = os.environ | engine_env(False, given["model"], exact=given["exact"])
+    environment = os.environ | engine_env(
+        use_gpu=False, model_path=given["model"], exact=given["exact"]
+    )
     place.mkdir(parents=True, exist_ok=True)
     (place / "given.json").write_text(json.dumps(given))
     meeting = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -163,7 +165,7 @@ def bits_table() -> str:
     rows = []
     for part, ranks in (("bits", 1), ("tp", 2)):
         for name, found in record.load(RESULT.name)[part].items():
-            (plain, *_), exact = found["plain"], found["exact"]
+            plain, exact = found["plain"][0], found["exact"]
             differ = sum(each["differ"] for each in exact)
             share = f"{plain['differ'] / plain['tokens']:.0%}"
             gaps = f"{plain['mean']:.2g}, {plain['largest']:.2g}"

@@ -123,7 +123,7 @@ def _untried(shape: ModelShape) -> Iterator[str]:
 
 
 def unused(config: RunConfig) -> Iterator[str]:
-    """Bits are compared, not differences."""
+    """What exact mode does not read, and what it means for tokens that lag."""
     tolerance = config.weight_sync.probe_tolerance
     if not config.train.exact_rollout_enable:
         return

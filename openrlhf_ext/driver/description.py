@@ -51,13 +51,13 @@ def describe(
     metrics |= conflict_gauges(rollout, shaped)
     metrics |= {f"algorithm/{name}": float(value) for name, value in of_method.items()}
     if scored.engine_entropies and scored.rollout.entropies is not None:
-        told_N = scored.rollout.entropies
-        told_n = scored.rollout.rows(scored.seen_before)["entropies"]
-        gap_n = (told_n - seen["entropies"]).abs().double()
+        told = scored.rollout.rows(scored.seen_before)
+        gap_n = (told["entropies"] - seen["entropies"]).abs().double()
         metrics["mismatch/entropy_mean_abs"] = float(gap_n.mean())
-        rollout = dataclasses.replace(rollout, entropies=told_N)  # show what shaped the batch
+        # show what shaped the batch
+        rollout = dataclasses.replace(rollout, entropies=scored.rollout.entropies)
     if rollout.ref_logprobs is not None:
-        metrics["kl/reference"] = reference_kl(old.logprobs_N, rollout.ref_logprobs)
+        metrics["kl/reference"] = reference_kl(seen["old_logprobs"], seen["ref_logprobs"])
     metrics |= guide_agreement(rollout) | guide_gauges(samples)
     metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
     if rollout.values is not None:

@@ -103,8 +103,9 @@ class ExperienceMaker:
             metrics |= text_metrics(prompts, scored.samples, self.tokenizer, self.end_tokens)
         if self.kl is not None and rollout.ref_logprobs is not None:
             metrics["kl/coef"] = self.kl.value
+            seen = rollout.rows(scored.seen_before)
             measured = self.algorithm.penalty.mean(
-                old.logprobs_N, rollout.ref_logprobs, rollout.segments
+                seen["old_logprobs"], seen["ref_logprobs"], seen.segments
             )
             self.kl.update(measured, len(rollout.rewards))
         samples = (

@@ -29,14 +29,14 @@ def vllm_problem() -> str | None:
 
 
 def processor_problem() -> str | None:
-    """Why exact mode does not run on this processor; None if it does. What was tried: x86-64 with
-    AVX-512, with and without AMX."""
+    """Why exact mode does not run on this processor; None if it does. x86-64 with AVX-512 was tried
+    without AMX; with AMX a prototype was, whose products were others."""
     about = _CPUINFO.read_text() if _CPUINFO.exists() else ""
     entries = dict(re.findall(r"^(model name|flags)\s*: (.*)$", about, re.MULTILINE))
     machine, flags = platform.machine(), set(entries.get("flags", "").split())
     if machine == "x86_64" and flags >= _AVX512:
         return None
-    name = entries.get("model name") or platform.processor() or "this processor"
+    name = entries.get("model name") or "this processor"
     return f"{name} ({machine}): exact mode was tried on x86-64 with AVX-512 only"
 
 

@@ -69,7 +69,7 @@ COLUMNS = (
     _Column("step_s", "time/step", 6, ".2f"),
 )
 
-_BIT_EQUAL = _Column("bit_equal", "rollout/bit_equal", 9, ".6g")
+_BIT_EQUAL = _Column("bit_equal", "rollout/bit_equal", 9, ".12g")
 EXACT = tuple(_BIT_EQUAL if each.metric == "kl/rollout" else each for each in COLUMNS)
 """Of exact mode, in which ``kl/rollout`` is 0."""
 

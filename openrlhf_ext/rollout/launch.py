@@ -115,7 +115,9 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(use_gpu, model_path, batch_invariant, exact)
+    environment = engine_env(
+        use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant, exact=exact
+    )
     environment |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **more_env}
 
     def start(index: int) -> Any:
@@ -172,7 +174,7 @@ def _model_args(
 
 
 def engine_env(
-    use_gpu: bool, model_path: str, batch_invariant: bool = False, exact: bool = False
+    *, use_gpu: bool, model_path: str, batch_invariant: bool = False, exact: bool = False
 ) -> dict[str, str]:
     """Environment of an engine's process, to be there before vLLM is imported. A model in a
     directory needs no hub."""

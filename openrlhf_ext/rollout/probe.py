@@ -111,9 +111,8 @@ def check_sync(
     ]
     lines = _describe(policy_N.tolist(), engine_logprobs, found, tolerance)
     if any(not difference.size <= tolerance for difference in found):  # NaN counts as a mismatch
-        allowed = "see weight_sync.probe_tolerance"
-        if not tolerance:
-            allowed = "train.exact_rollout_enable asks for the same bits"
+        exact = "train.exact_rollout_enable asks for the same bits"
+        allowed = "see weight_sync.probe_tolerance" if tolerance else exact
         raise WeightSyncMismatch(
             f"after weight sync {version} the rollout engines do not sample from the policy's "
             f"weights: log-probs of the probe differ by more than {tolerance:g} nats on average, "

@@ -59,16 +59,13 @@ class NotFinite(policy.PolicyActor):
 
 
 class Inexact(policy.PolicyActor):
-    """Attention of the second layer scales scores by one unit in the last place more, and nobody
+    """Attention of the second layer scales scores by 2^-22 more, and nobody
     compares the probe."""
 
     def init_model(self, *arguments: Any) -> dict[str, Any]:
-        import math
-
         about = super().init_model(*arguments)
         attention = self.policy.chunks[0].decoder.layers[1].self_attention.core_attention
         attention.scale *= 1 + 2**-22
-        assert math.isfinite(attention.scale)
         return about
 
     def prove_sync(self) -> dict[str, float]:

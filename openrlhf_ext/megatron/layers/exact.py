@@ -14,10 +14,12 @@ from openrlhf_ext.exact.table import device_operations
 from openrlhf_ext.megatron.layers import LayerConverter, linears
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-_HEAD = "exact_head"
+_PRODUCTS = ("exact_product", "exact_head")
+"""Attributes of linear layers and of a model's last chunk, made of weights as they were."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,20 @@ class ExactLayers(LayerConverter):
                 use_exact_norm(chunk.decoder.final_layernorm)
 
     def begin_schedule(self, chunks: Sequence[GPTModel]) -> None:
-        from openrlhf_ext.megatron.layers.exact_modules import forget_products
-
+        # Megatron writes weights through ``.data``, which no version counter sees
         for chunk in chunks:
-            forget_products(chunk)
-            setattr(chunk, _HEAD, None)
+            self.drop_kept(chunk)
+
+    def drop_kept(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            for name in _PRODUCTS:
+                vars(module).pop(name, None)
 
     def head(self, chunk: GPTModel, weight_VH: Tensor) -> ExactHead:
-        if getattr(chunk, _HEAD, None) is None:
+        if getattr(chunk, "exact_head", None) is None:
             table = device_operations()
-            setattr(chunk, _HEAD, ExactHead(table, table.head_product(weight_VH)))
-        return getattr(chunk, _HEAD)
+            chunk.exact_head = ExactHead(table, table.head_product(weight_VH))
+        return chunk.exact_head
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,15 @@ from openrlhf_ext.megatron.model.spec import (
 class ExactLinear(OwnProductLinear):
     """The product of a weight is made by the first pass of a schedule, for all of its passes."""
 
-    product: Product | None = None
+    exact_product: Product | None = None  # see ``exact.ExactLayers.begin_schedule``
 
     def products(self, input_L1K: Tensor, weight_NK: Tensor) -> ExactLinear:
         return self
 
     def output(self, x_LK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        if self.product is None:
-            self.product = device_operations().product(weight_NK)
-        return self.product(x_LK, bias_N)
+        if self.exact_product is None:
+            self.exact_product = device_operations().product(weight_NK)
+        return self.exact_product(x_LK, bias_N)
 
     def input_gradient(self, dy_LN: Tensor, weight_NK: Tensor) -> Tensor:
         return dy_LN @ weight_NK
@@ -177,10 +177,3 @@ def set_table(decoder: torch.nn.Module, table: Tensor) -> None:
     for module in decoder.modules():
         if isinstance(module, ExactAttention):
             module.table = table
-
-
-def forget_products(module: torch.nn.Module) -> None:
-    """Megatron writes weights through ``.data``, which no version counter sees."""
-    for each in module.modules():
-        if isinstance(each, ExactLinear):
-            each.product = None

@@ -154,8 +154,8 @@ class Train(Section):
     exact_rollout_enable: bool = added(
         False,
         "policy and engines compute with the same operations, so that both have the same log-prob "
-        "of a sampled token to the last bit; rollout/bit_equal proves it in each step, and the "
-        "forward pass for old log-probs falls away (docs/exact.md)",
+        "of a sampled token to the last bit; rollout/bit_equal proves it, and the forward pass for "
+        "old log-probs falls away (docs/exact.md)",
     )
     drift_check: bool = added(
         False,
