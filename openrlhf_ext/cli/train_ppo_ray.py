@@ -131,14 +131,8 @@ def dry_run(config: RunConfig, trials: Sequence[Tried] = (), resumption: Sequenc
     apply()
     with without_collection():
         from openrlhf_ext.planning.fit import verdict
-        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
-    try:
-        proofs = [*layout_proofs(config)]
-    except (LayoutProofError, InputError) as error:
-        show(
-            f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr
-        )
+    if (proofs := layout_proofs(config)) is None:
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
@@ -167,7 +161,21 @@ def dry_run_json(config: RunConfig, trials: Sequence[Tried], resumption: Sequenc
     return status
 
 
-def layout_proofs(config: TrainedConfig) -> Iterator[str]:
+def layout_proofs(config: TrainedConfig) -> list[str] | None:
+    """What is said of each model (``_layout_proofs``); None if one cannot be laid out, which is
+    said."""
+    from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
+
+    try:
+        return [*_layout_proofs(config)]
+    except (LayoutProofError, InputError) as error:
+        show(
+            f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr
+        )
+        return None
+
+
+def _layout_proofs(config: TrainedConfig) -> Iterator[str]:
     """The models that are trained and the reward model, every distinct rank built on the meta
     device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES

@@ -224,7 +224,6 @@ def dry_run(config: SupervisedConfig) -> int:
     apply()
     with without_collection():
         from openrlhf_ext.sft.data import fingerprint, read_examples
-        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
     model = config.model.model_name_or_path or ""
     there = Path(model).is_dir() and tokenizer_fault(model, chat=False) is None
@@ -237,12 +236,7 @@ def dry_run(config: SupervisedConfig) -> int:
 
     examples = {} if made is None else {"examples": fingerprint(made)}
     resumption = check_resume(config, {"model": trained_model(config)}, examples)
-    try:
-        proofs = [*layout_proofs(config)]
-    except (LayoutProofError, InputError) as error:
-        show(
-            f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr
-        )
+    if (proofs := layout_proofs(config)) is None:
         return 2
     unseen = unseen_inputs(config)
     text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"

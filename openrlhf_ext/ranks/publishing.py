@@ -149,11 +149,15 @@ class WeightPublisher:
             if wake:
                 waking = f"waking up before {what}"
                 EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, timeout_s).finish()
-            calls = EngineCalls.start(
-                asked, "probe_logprobs", [(tokens,)] * len(asked), what, timeout_s
-            )
+
+            def score(length: int) -> list[list[float]]:
+                text = (tokens[:length],)
+                return EngineCalls.start(
+                    asked, "probe_logprobs", [text] * len(asked), what, timeout_s
+                ).finish()
+
             limit = limit_of_probe(tolerance, self._baseline)
-            found = check_sync(ours, calls.finish(), tolerance, version, limit)
+            found = check_sync(ours, score(len(tokens)), tolerance, version, limit, score)
             if self._baseline is None:
                 self._baseline = found
             return found
