@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -48,6 +50,7 @@ FAMILIES = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 }
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _EXPERTS = {
@@ -59,6 +62,12 @@ MIXTURES: dict[str, dict[str, Any]] = {  # entries of their configuration
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 80, "norm_topk_prob": False},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
 }
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 # of the other families whose classes' defaults are not what a test wants
 _ENTRIES: dict[str, dict[str, Any]] = {
     **MIXTURES,
@@ -69,6 +78,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "qwen3_5_text": HYBRID,
 }
 
 

@@ -446,15 +446,21 @@ def _either(numbers: Sequence[int]) -> str:
 def _heads_divisible(
     option: str, model: ModelShape, size_option: str, size: int
 ) -> Iterator[Violation]:
-    if model.num_heads % size:
-        yield _indivisible(option, size_option, size, "attention heads", model.num_heads)
-    if model.num_kv_heads % size and size % model.num_kv_heads:
-        yield Violation(
-            (option, size_option),
-            f"{size_option} must divide the model's key-value heads (query groups) or be a "
-            f"multiple of them: got {size}, the model of {option} has {model.num_kv_heads}; use "
-            f"{_divisors(model.num_kv_heads)}",
-        )
+    divided: dict[str, int] = {}
+    shared: dict[str, int] = {}
+    for attention in model.attention_counts:
+        divided |= attention.divided
+        shared |= attention.shared
+    for what, count in divided.items():
+        if count % size:
+            yield _indivisible(option, size_option, size, what, count)
+    for what, count in shared.items():
+        if count % size and size % count:
+            yield Violation(
+                (option, size_option),
+                f"{size_option} must divide the model's {what} or be a multiple of them: got "
+                f"{size}, the model of {option} has {count}; use {_divisors(count)}",
+            )
 
 
 def _indivisible(option: str, size_option: str, size: int, what: str, count: int) -> Violation:

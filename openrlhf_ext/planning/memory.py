@@ -12,7 +12,7 @@ parallelism (docs/scaling.md), but not with FP8.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, pairwise
@@ -21,6 +21,7 @@ from operator import attrgetter
 import numpy as np
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.megatron.attentions import Attention
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -114,19 +115,19 @@ def entries(shape: ModelShape) -> int:
 def chunk_parameters(
     shape: ModelShape,
     cut: Cut,
-    layers: int,
-    first: bool,
-    last: bool,
+    layers: range,
     of_experts: bool | None = None,
 ) -> tuple[tuple[str, int], ...]:
     """(name, entries) of a rank's parameters in a model chunk, in Megatron's build order.
 
-    Every layer has the names of the first one. ``of_experts``: only parameters of experts, or only
-    the others.
+    Every layer is named as if it were the first one. ``of_experts``: only parameters of experts, or
+    only the others.
     """
-    layer = [
+    first, last = layers.start == 0, layers.stop == shape.num_layers
+    of_layers = [
         (name, math.prod(shard))
-        for name, shard, of_expert in layer_shards(shape, cut)
+        for attention in shape.attentions[layers.start : layers.stop]
+        for name, shard, of_expert in layer_shards(shape, cut, attention)
         if of_experts is None or of_expert == of_experts
     ]
     outer = [
@@ -134,7 +135,7 @@ def chunk_parameters(
         for rule in stage_rules(shape, range(0), first, last)
         if not of_experts
     ]
-    return (*outer[:first], *layer * layers, *outer[first:])
+    return (*outer[:first], *of_layers, *outer[first:])
 
 
 @cache
@@ -150,9 +151,12 @@ def rank_states(
     # Adapters are fp32, and frozen weights are in no padded buffer.
     if (lora := adapters_of(options.converters)) is not None:
         shards = layout.copies if options.distributed else 1
-        of_layer = layer_shards(lora.shape(shape), Cut.of(layout))
-        layers = layout.stage_layers(shape.num_layers)[stage]
-        trained = layers * sum(math.prod(shard) for _, shard, _ in of_layer)
+        adapters = lora.shape(shape)
+        trained = sum(
+            math.prod(shard)
+            for number in _stage_layers(shape, layout, stage)
+            for _, shard, _ in layer_shards(adapters, Cut.of(layout), adapters.attentions[number])
+        )
         return States(
             parameters + trained,
             parameters * size + 4 * trained,
@@ -180,15 +184,18 @@ def _stage_parameters(
     shape: ModelShape, layout: ParallelLayout, stage: int, of_experts: bool | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
     """``chunk_parameters`` of every model chunk of a stage."""
-    chunks = layout.virtual_pipeline_size
-    layers = layout.stage_layers(shape.num_layers)[stage] // chunks
-    cut = Cut.of(layout)
-    found = []
-    for chunk in range(chunks):
-        first = stage == chunk == 0
-        last = stage == layout.pipeline_parallel_size - 1 and chunk == chunks - 1
-        found.append(chunk_parameters(shape, cut, layers, first, last, of_experts))
-    return found
+    chunks = layout.chunk_layers(shape.num_layers)
+    return [
+        chunk_parameters(shape, Cut.of(layout), layers, of_experts)
+        for (at, _), layers in chunks.items()
+        if at == stage
+    ]
+
+
+def _stage_layers(shape: ModelShape, layout: ParallelLayout, stage: int) -> Iterator[int]:
+    """The numbers of a stage's layers, chunk after chunk."""
+    chunks = layout.chunk_layers(shape.num_layers)
+    return chain.from_iterable(layers for (at, _), layers in chunks.items() if at == stage)
 
 
 def _buffers(
@@ -276,12 +283,10 @@ def _owned(places: np.ndarray, ends: Sequence[int], shards: int) -> np.ndarray:
 def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> int:
     """Bytes of the copies of linear weights (two dimensions) that layers keep beside the
     weights."""
-    chunks = layout.chunk_layers(shape.num_layers)
-    numbers = chain.from_iterable(layers for (at, _), layers in chunks.items() if at == stage)
-    shards = layer_shards(shape, Cut.of(layout))
-    matrices = [(name, math.prod(size)) for name, size, _ in shards if len(size) == 2]
     copies = 0
-    for number in numbers:
+    for number in _stage_layers(shape, layout, stage) if options.converters else ():
+        shards = layer_shards(shape, Cut.of(layout), shape.attentions[number])
+        matrices = [(name, math.prod(size)) for name, size, _ in shards if len(size) == 2]
         for converter in options.converters:
             for name, size in matrices:
                 copies += converter.kept_per_weight(name, number, shape.num_layers) * size
@@ -340,30 +345,29 @@ class Pass:
     megatron: Megatron = Megatron()
 
 
-def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
+def layer_activations(
+    shape: ModelShape, layout: ParallelLayout, work: Pass, attention: Attention
+) -> LayerActivations:
+    """Of a layer with this attention."""
     tokens = work.tokens
-    tp = layout.tensor_parallel_size
     entry = work.param_bytes
     rows = layout.rows(tokens)
-    query = tokens * shape.num_heads * shape.head_dim // tp
-    heads = tokens * shape.num_heads // tp
-    key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     wide = rows * shape.hidden_size
-    rope = tokens * 4 * entry * shape.head_dim  # cosines and sines, for queries and for keys
     linear_input = 1 if work.fp8 else entry
     norm = wide * (entry + linear_input) + 4 * rows
-    qk_norm = (entry * (query + key) + 8 * heads) if shape.qk_norm else 0
-    # With recomputation, attention keeps its arguments, whose values are a view of the projection's
-    # whole result; and the projection after it keeps the result of attention (measured:
-    # docs/scaling.md).
-    kept = entry * (2 * query + 3 * key) + (0 if work.fp8 else entry * query)
-    # Attention and the projection after it share the result of attention, unless FP8 makes a copy.
-    core = entry * (query + 2 * key) + entry * query + 4 * heads
-    attention = norm + qk_norm + rope + (query if work.fp8 else 0)
+    kept = attention.kept(tokens, layout, entry, work.fp8)
     mlp = norm + shape.mlp.activation_bytes(tokens, layout, entry, linear_input)
     final = wide * entry + 4 * rows
     mlp_kept = norm if shape.mlp.is_mixture else None
-    return LayerActivations(wide * entry, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
+    return LayerActivations(
+        wide * entry,
+        norm + kept.around,
+        kept.core,
+        kept.operands,
+        mlp,
+        final,
+        mlp_kept=mlp_kept,
+    )
 
 
 def activations(
@@ -375,45 +379,67 @@ def activations(
     The head's workspace is not included.
     """
     megatron = work.megatron
-    layer = layer_activations(shape, layout, work)
-    layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
-    kept, recomputed = _kept_and_recomputed(layer, layers, megatron, shape.mlp.recompute_module)
+    of_kind = {
+        attention: layer_activations(shape, layout, work, attention)
+        for attention in shape.attention_counts
+    }
+    chunks = [
+        [of_kind[attention] for attention in shape.attentions[layers.start : layers.stop]]
+        for (at, _), layers in layout.chunk_layers(shape.num_layers).items()
+        if at == stage
+    ]
+    # Chunks that hold other kinds of layers count as the fullest.
+    kept, recomputed = map(
+        max,
+        zip(
+            *(
+                _kept_and_recomputed(chunk, megatron, shape.mlp.recompute_module)
+                for chunk in chunks
+            ),
+            strict=True,
+        ),
+    )
     # The checkpointed function takes the rotary table of the whole pack.
     if megatron.recompute == "full":
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
-    final = layer.final if stage == layout.pipeline_parallel_size - 1 else 0
+    final = chunks[0][0].final if stage == layout.pipeline_parallel_size - 1 else 0
     # The part after the layers is complete before any recomputation starts.
     return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)
 
 
 def _kept_and_recomputed(
-    layer: LayerActivations, layers: int, megatron: Megatron, mlp_module: str
+    layers: Sequence[LayerActivations], megatron: Megatron, mlp_module: str
 ) -> tuple[int, int]:
     """Bytes that a chunk's layers keep of a micro-batch, and the maximum that their backward pass
     recomputes at once.
 
-    ``mlp_module``: the name of the layers' MLP in ``megatron.recompute_modules``.
+    ``layers`` differ in their attention only. ``mlp_module``: the name of their MLP in
+    ``megatron.recompute_modules``.
     """
+    first, together = layers[0], min(megatron.recompute_num_layers, len(layers))
+    totals = [layer.total for layer in layers]
     # The recomputed pass saves the kept input itself.
-    again = layer.input if layer.shares_input else 0
+    again = first.input if first.shares_input else 0
     if megatron.recompute == "full" and megatron.recompute_method == "uniform":
-        return (
-            layers // megatron.recompute_num_layers * layer.input,
-            megatron.recompute_num_layers * layer.total - again,
-        )
+        groups = [
+            sum(totals[start : start + together]) for start in range(0, len(totals), together)
+        ]
+        return len(groups) * first.input, max(groups) - again
     if megatron.recompute == "full":
-        some = min(megatron.recompute_num_layers, layers)
-        kept = some * layer.input + (layers - some) * layer.total
-        return kept, max(0, layer.total - again - (layers - some) * layer.total)
+        rest = sum(totals[together:])
+        return together * first.input + rest, max(0, max(totals[:together]) - again - rest)
     if megatron.recompute == "none":
-        return layers * layer.total, 0
-    core = layer.core_operands if "core_attn" in megatron.recompute_modules else layer.core
+        return sum(totals), 0
+    inside = "core_attn" in megatron.recompute_modules
+    attention = sum(
+        layer.attention + (layer.core_operands if inside else layer.core) for layer in layers
+    )
     if mlp_module not in megatron.recompute_modules:
-        return layers * (layer.attention + core + layer.mlp), 0
-    mlp = layer.input
-    if layer.mlp_kept is not None:
-        mlp = again = layer.mlp_kept
-    return layers * (layer.attention + core + mlp), layer.mlp - again
+        return attention + len(layers) * first.mlp, 0
+    mlp = first.input
+    if first.mlp_kept is not None:
+        mlp = again = first.mlp_kept
+    return attention + len(layers) * mlp, first.mlp - again
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:

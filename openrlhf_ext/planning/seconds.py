@@ -187,6 +187,7 @@ class Engines:
     Attributes:
         parts: bytes on one of its GPUs, by part.
         kv_token_bytes: bytes of a token's keys and values on one of its GPUs, bf16.
+        request_bytes: bytes that a request takes there whatever its length.
         pool: bytes in vLLM's pool of weights: awake in every sync, and copied if the pool sleeps at
             level 1.
         lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it
@@ -197,6 +198,7 @@ class Engines:
     tensor_parallel_size: int
     parts: dict[str, int]
     kv_token_bytes: int
+    request_bytes: int
     pool: int
     lacking: int
     most: int
@@ -276,13 +278,15 @@ class Clock:
             "engine: sampler (requests x vocabulary)": sampler,
             "engine: activations, CUDA graphs (estimate)": room,
         }
-        token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16
-        lacking = (self.work.prompt_tokens + self.work.longest) * token - left
+        token = shape.of_layers(lambda kind: kind.token_bytes(tp, _BF16))
+        request = shape.of_layers(lambda kind: kind.request_bytes(tp, _BF16))
+        lacking = (self.work.prompt_tokens + self.work.longest) * token + request - left
         return Engines(
             vllm.num_engines,
             tp,
             parts,
             token,
+            request,
             weights + sampler,
             lacking,
             most,
@@ -308,6 +312,10 @@ class Clock:
         """Mean tokens of a request while it is decoded."""
         return self.work.prompt_tokens + self.work.response_tokens // 2
 
+    def _request_bytes(self, engines: Engines) -> int:
+        """Bytes of the cache that a request holds while it is decoded."""
+        return max(1, engines.kv_token_bytes * self._held + engines.request_bytes)
+
     def concurrency(self, engines: Engines) -> int:
         """Requests that an engine processes at a time; 0 if its cache does not hold one of the
         longest sequences."""
@@ -319,7 +327,7 @@ class Clock:
             min(
                 waiting,
                 engines.most,
-                engines.parts[KV_CACHE] // engines.kv_token_bytes // self._held,
+                engines.parts[KV_CACHE] // self._request_bytes(engines),
             ),
         )
 
@@ -365,7 +373,7 @@ class Clock:
             read *= 1 - unread * shape.num_layers * shape.mlp.expert_weights / self.parameters
         weights = read / rate
         products = batch * self._products(2 * self.active, engines.recipe) / tp
-        cache = batch * self._held * engines.kv_token_bytes / rate
+        cache = batch * self._request_bytes(engines) / rate
         return max(weights, products) + cache + shape.num_layers * self.assumed.layer_us * 1e-6
 
     def _products(self, flops: float, recipe: str = "") -> float:
@@ -481,10 +489,8 @@ class Clock:
             layers
             * passes
             * tokens
-            * 2
-            * max(1, shape.num_kv_heads // tp)
-            * shape.head_dim
-            * _BF16
+            * shape.of_layers(lambda kind: kind.token_bytes(tp, _BF16))
+            / shape.num_layers
             * (cp - 1)
         )
         sent = (

@@ -132,7 +132,7 @@ def require_transformers_numbers(path: Path, model: Phi3ForCausalLM, layouts: li
         assert set(got["weights"]) == set(before), case
         for name, tensor in before.items():
             assert torch.equal(got["weights"][name], tensor), (case, name)
-            assert relative(got["grads"][name], expected["grads"][name]) < 1e-5, (case, name)
+            assert relative(got["grads"][name], expected["grads"][name]) < 3e-5, (case, name)
 
 
 def test_what_a_family_refuses_is_refused_with_its_reason(installed, checkpoint, tmp_path):

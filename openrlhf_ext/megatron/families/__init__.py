@@ -21,7 +21,8 @@ _SIDE_BY_SIDE = "attention and MLP side by side, and a LayerNorm before them"
 _LAYER_NORM = "a LayerNorm"
 _INTERLEAVED = "rotary embedding of neighboring entries, not of the halves of a head"
 _UNGATED = "an MLP of squared ReLU without a gate"
-_DELTA_NET = "gated delta net, which megatron-core 0.19.2 does not compute over packed sequences"
+_NEXT = "its projections' names and order, by key head"
+_TEXT_ONLY = "its text model alone: openrlhf-ext convert --text_only writes it"
 _LATENT = "multi-head latent attention"
 _GROUPS = f"{_LATENT}, and a sigmoid router with groups and a bias of each expert"
 _STATE_SPACE = "state-space layers"
@@ -42,9 +43,8 @@ _NEEDS = {
     "kimi_k2": _GROUPS,
     "minimax_m2": "a sigmoid router with a bias of each expert, and a norm of whole queries and keys",
     "gpt_oss": "attention sinks, sliding windows, biases, clamped SwiGLU and MXFP4 files",
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
-    "qwen3_5_moe_text": _DELTA_NET,
+    "qwen3_next": _NEXT,
+    "qwen3_5_moe": _TEXT_ONLY,
     # dense models
     "olmo": "a LayerNorm without weights",
     "olmo2": f"{_BEHIND}, and a norm of whole queries and keys, not of each head's",
@@ -53,8 +53,7 @@ _NEEDS = {
     "gemma2": f"{_BEHIND}, norms scaled by 1 + w, GELU, and soft-capped scores and logits",
     "gemma3": _IMAGES,
     "gemma3_text": f"{_BEHIND}, norms scaled by 1 + w, GELU, and two rotary bases",
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5": _TEXT_ONLY,
     "exaone4": f"{_BEHIND}, and no rotary embedding in layers without a window",
     "glm": f"{_INTERLEAVED}, and that of a part of the head",
     "glm4": f"{_BEHIND}, and {_INTERLEAVED}, that of a part of the head",

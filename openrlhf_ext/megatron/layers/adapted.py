@@ -46,7 +46,7 @@ from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules, own_shard
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
+from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 from openrlhf_ext.megatron.model.weight_map import (
     Rule,
     Run,
@@ -207,11 +207,10 @@ class Adapted:
 class AdaptedColumn(Adapted):
     """Before our column-parallel linears behind a norm."""
 
-    eps: float
-    layer_norm_weight: Tensor
+    normed: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        normed = rms_norm(x, self.layer_norm_weight, self.eps)
+        normed = self.normed(x)
         out, bias = ColumnParallelLinear.forward(self, normed, *args, **kwargs)  # type: ignore[arg-type]
         if self.adapter is None or not self.is_on:
             return out, bias
@@ -378,7 +377,7 @@ def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -
                 [chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs]
             )
             owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
-        linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")
+        linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "parts")
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_wants_gradients)
 

@@ -21,7 +21,7 @@ class DenseMLP(MLP):
 
     entries = {"ffn_hidden_size": ("intermediate_size", 2**20)}
     parameters = {
-        "mlp.linear_fc1.weight": ("gate_up", ("ffn", "ffn"), "hidden"),
+        "mlp.linear_fc1.weight": ("parts", ("ffn", "ffn"), "hidden"),
         "mlp.linear_fc1.layer_norm_weight": ("replicated", ("hidden",), None),
         "mlp.linear_fc2.weight": ("row", ("hidden",), "ffn"),
     }

@@ -45,7 +45,7 @@ class MoE(MLP):
     parameters = {
         "pre_mlp_layernorm.weight": ("replicated", ("hidden",), None),
         "mlp.router.weight": ("replicated", ("experts",), "hidden"),
-        "mlp.experts.linear_fc1.weight{expert}": ("gate_up", ("ffn", "ffn"), "hidden"),
+        "mlp.experts.linear_fc1.weight{expert}": ("parts", ("ffn", "ffn"), "hidden"),
         "mlp.experts.linear_fc2.weight{expert}": ("row", ("hidden",), "ffn"),
     }
     names = {
@@ -182,7 +182,7 @@ class SharedMoE(MoE):
     parameters = {
         **MoE.parameters,
         "mlp.shared_experts.gate_weight": ("replicated", ("one",), "hidden"),
-        "mlp.shared_experts.linear_fc1.weight": ("gate_up", ("shared_ffn", "shared_ffn"), "hidden"),
+        "mlp.shared_experts.linear_fc1.weight": ("parts", ("shared_ffn", "shared_ffn"), "hidden"),
         "mlp.shared_experts.linear_fc2.weight": ("row", ("hidden",), "shared_ffn"),
     }
     names = {

@@ -82,10 +82,16 @@ def module_name(hf_name: str) -> str:
 def linear_modules(family: Family) -> tuple[str, ...]:
     """Those that peft's ``all-linear`` means: every linear of a decoder layer; of a mixture of
     experts, whose adapters no engine computes, attention's."""
-    matrices = [rule for rule in family.layer_rules if rule.columns is not None]
+    without = {name for kind in family.attentions for name in kind.without_adapters}
+    matrices = [
+        rule
+        for rule in family.all_layer_rules
+        if rule.is_matrix and not rule.parameter.endswith(tuple(without))
+    ]
     if family.mlp.is_mixture:
         matrices = [rule for rule in matrices if ".self_attention." in rule.parameter]
-    return tuple(module_name(name) for rule in matrices for name in rule.hf_names)
+    names = (module_name(name) for rule in matrices for name in rule.hf_names)
+    return tuple(dict.fromkeys(names))
 
 
 def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[str, ...]:

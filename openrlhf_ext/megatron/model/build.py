@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from openrlhf_ext.megatron.attentions import Attention
+from openrlhf_ext.megatron.attentions.full import FullAttention
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.mlps import MLP
@@ -109,16 +111,13 @@ def transformer_config(
     arguments: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
+        # layers' numbers are then in the names of a checkpoint's tensors, not an axis of them
+        linear_attention_freq=_marks(_of_other_kinds(shape), shape.num_layers),
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        softmax_scale=shape.attention_scale,
         no_rope_freq=_marks(shape.layers_without_rope, shape.num_layers),
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
+        layernorm_zero_centered_gamma=shape.family.zero_centered,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -153,6 +152,11 @@ def transformer_config(
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
         apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
+        **{
+            name: value
+            for attention in shape.attention_counts
+            for name, value in attention.megatron_arguments().items()
+        },
         **shape.mlp.megatron_arguments(),
         **_expert_arguments(shape, layout, uses_transformer_engine(dtype, converters)),
         **recompute_arguments(megatron),
@@ -173,6 +177,12 @@ def _expert_arguments(shape: ModelShape, layout: ParallelLayout, fused: bool) ->
         "expert_tensor_parallel_size": layout.expert_tensor,
         "moe_permute_fusion": fused,
     }
+
+
+def _of_other_kinds(shape: ModelShape) -> list[int]:
+    """Layers whose attention is not full."""
+    usual = FullAttention.layer_type
+    return [n for n, kind in enumerate(shape.attentions) if kind.layer_type != usual]
 
 
 def _marks(chosen: Collection[int], count: int) -> list[int] | None:
@@ -261,7 +271,7 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
 
 def _spec(
     config: TransformerConfig,
-    mlp: type[MLP],
+    shape: ModelShape,
     vp_stage: int | None,
     converters: Sequence[LayerConverter] = (),
 ) -> TransformerBlockSubmodules:
@@ -270,12 +280,12 @@ def _spec(
             get_gpt_layer_with_transformer_engine_spec,
         )
 
-        def theirs(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
+        def theirs(attention: Attention, mlp: type[MLP]) -> ModuleSpec:
             dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-            return mlp.transformer_engine_layer(dense)
+            return mlp.transformer_engine_layer(attention.transformer_engine_layer(dense))
 
         logger.info("layers: TransformerEngine's")
-        return block_spec(config, mlp, vp_stage, converters, theirs, LayerNormImpl)
+        return block_spec(config, shape, vp_stage, converters, theirs, LayerNormImpl)
     if torch.cuda.is_available() and not _must_be_ours(converters):
         why = "is not installed"
         if has_transformer_engine():
@@ -290,7 +300,7 @@ def _spec(
                 "in any order"
             )
         logger.warning("layers: plain torch, %s, because TransformerEngine %s", what, why)
-    return block_spec(config, mlp, vp_stage, converters)
+    return block_spec(config, shape, vp_stage, converters)
 
 
 def give_whole_sequences(decoder: torch.nn.Module) -> None:
@@ -372,7 +382,7 @@ def build_model(
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
         config,
-        (block_spec if meta else _spec)(config, shape.family.mlp, vp_stage, converters),
+        (block_spec if meta else _spec)(config, shape, vp_stage, converters),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),

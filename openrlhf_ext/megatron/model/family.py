@@ -1,6 +1,6 @@
 """What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what
-it refuses. Needs no torch. What Megatron builds is the same for all but for the kind of MLP
-(``megatron.mlps``): a decoder with RMS norms, rotary embedding, and grouped-query attention."""
+it refuses. Needs no torch. What Megatron builds is the same for all but for the kinds of attention
+(``megatron.attentions``) and of MLP (``megatron.mlps``): a decoder with RMS norms."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from openrlhf_ext.inputs import is_integer
+from openrlhf_ext.megatron.attentions import Attention
+from openrlhf_ext.megatron.attentions.full import FullAttention
 from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model import positions
 
-Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Split = Literal["replicated", "row", "vocab", "qkv", "gated_qkv", "parts"]
 Size = str
-"""What a dimension counts: 'one', or entries of the 'hidden' state, the 'vocab', one 'head', all
-'queries', all 'keys', the rank of an 'adapter', or what the kind of MLP names
-(``ModelShape.sizes``)."""
+"""What a dimension counts: 'one', or entries of the 'hidden' state, the 'vocab', the rank of an
+'adapter', or what a kind of attention or MLP names (``ModelShape.sizes``)."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,35 @@ class Rule:
     ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab'
     cuts dimension 0 after padding, 'qkv' interleaves query, key and value per group and cuts
     dimension 0 (a rank may get part of a
-    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts
-    gate and up separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each
-    part, or one of all parts stacked; 'replicated' stacks its tensors. ``rows`` are those of each
-    part, ``columns`` None of a vector. A part whose name is empty has no tensor, and is zero.
+    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gated_qkv' does
+    so with queries, gates, key and value, where the first tensor has each head's query, then its
+    gate; 'parts' cuts every part (gate and up) by itself and stacks the pieces. Tensors may hold
+    several parts, stacked: part i is in tensor ``tensors[i]``; where that is empty, each part is a
+    tensor, or all are in the only one. 'replicated' stacks its tensors. ``rows`` are those of each
+    part, ``columns`` the other dimension, or dimensions, None of a vector. A part whose name is
+    empty has no tensor, and is zero.
     ``expert``: whose parameter it is, None: not an expert's; experts are dealt over ranks of their
-    own, and 'gate_up' and 'row' cut theirs over ranks of their own.
+    own, and 'parts' and 'row' cut theirs over ranks of their own.
     """
 
     parameter: str
     hf_names: tuple[str, ...]
     split: Split
     rows: tuple[Size, ...]
-    columns: Size | None = None
+    columns: Size | tuple[Size, ...] | None = None
+    tensors: tuple[int, ...] = ()
     expert: int | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        return isinstance(self.columns, str)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """In which tensor each part is."""
+        if self.tensors:
+            return self.tensors
+        return tuple(range(len(self.rows))) if len(self.hf_names) > 1 else (0,) * len(self.rows)
 
     @property
     def is_of_experts(self) -> bool:
@@ -67,24 +83,8 @@ class Rule:
         return 1 if self.split == "row" else 0
 
 
-# the parameters that attention may have: how Megatron cuts them, their rows and columns, in the
-# order of construction
-_QKV: tuple[Size, ...] = ("queries", "keys", "keys")
-_ATTENTION: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
-    "self_attention.linear_proj.weight": ("row", ("hidden",), "queries"),
-    "self_attention.linear_qkv.weight": ("qkv", _QKV, "hidden"),
-    "self_attention.linear_qkv.bias": ("qkv", _QKV, None),
-    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("hidden",), None),
-    "self_attention.q_layernorm.weight": ("replicated", ("head",), None),
-    "self_attention.k_layernorm.weight": ("replicated", ("head",), None),
-}
-
 # what most families call the tensors of a layer
-ATTENTION: dict[str, tuple[str, ...]] = {
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-}
+ATTENTION = FullAttention.names
 LAYER = {**ATTENTION, **DenseMLP.names}
 QKV_BIAS = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv")}
 QK_NORM = {
@@ -106,17 +106,18 @@ _REFUSED = {
 _REQUIRED = {"is_causal": "attention sees no later tokens here"}
 NO_BIAS = "projections of this family have no bias here"
 ALWAYS_BIAS = "query, key and value of this family have a bias here"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of decoders.
 
-    ``mlp``: the kind of its layers' MLPs (``megatron.mlps``); ``layer``: parameters of a decoder
-    layer -> HF tensors that they are made of, both named within the layer, in the order in which
-    they are exported. A bias of the query-key-value projection and norms of query and key are built
-    if, and only if, they are named here.
+    ``attentions``: the kinds of its layers' attention (``megatron.attentions``); ``mlp``: the kind
+    of their MLPs (``megatron.mlps``); ``layer``: parameters of a decoder layer -> HF tensors that
+    they are made of, both named within the layer, in the order in which they are exported; of a
+    layer of another kind they are left out. A bias of the query-key-value projection and norms of
+    query and key are built if, and only if, they are named here.
     ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its
     name;
     ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent,
@@ -125,11 +126,13 @@ class Family:
     ``window_switch``: ``sliding_window`` holds only where ``use_sliding_window`` is true;
     ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary embedding, or every
     ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
-    ``rotates_part``: ``partial_rotary_factor`` may be below 1.
+    ``rotates_part``: ``partial_rotary_factor`` may be below 1; ``zero_centered``: norms multiply by
+    1 + weight.
     """
 
     model_type: str  # of ``config.json``
     critic_class: str  # of transformers, which reads an exported critic
+    attentions: tuple[type[Attention], ...] = (FullAttention,)
     mlp: type[MLP] = DenseMLP
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
     layer_prefix: str = "model.layers.{layer}."  # stands before an HF name within a layer
@@ -145,18 +148,19 @@ class Family:
     window_switch: bool = False
     skips_rope: bool = False
     rotates_part: bool = False
+    zero_centered: bool = False
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.layer.keys() - self.parameters.keys()):
+        known = {name for kind in self.attentions for name in self.parameters(kind)}
+        if unknown := sorted(self.layer.keys() - known):
             raise ValueError(
-                f"{self.model_type}: a decoder layer has no {unknown}, only "
-                f"{sorted(self.parameters)}"
+                f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(known)}"
             )
 
-    @property
-    def parameters(self) -> dict[str, tuple[Any, ...]]:
-        """Those that a decoder layer may have, in the order in which Megatron builds them."""
-        return {**_ATTENTION, **self.mlp.parameters}
+    def parameters(self, attention: type[Attention]) -> dict[str, tuple[Any, ...]]:
+        """Those that a decoder layer with this kind of attention may have, in the order in which
+        Megatron builds them."""
+        return {**attention.parameters, **self.mlp.parameters}
 
     # ---- names
 
@@ -168,17 +172,25 @@ class Family:
     def qk_norm(self) -> bool:
         return "self_attention.q_layernorm.weight" in self.layer
 
-    @property
-    def layer_rules(self) -> list[Rule]:
-        """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
-        names = {
-            parameter: tuple(self.layer_prefix + n for n in tensors)
-            for parameter, tensors in self.layer.items()
-        }
-        cuts = self.parameters
+    def layer_rules(self, attention: type[Attention]) -> list[Rule]:
+        """Rules of a decoder layer with this kind of attention; ``{layer}`` stands for its index
+        (see ``Rule.at_layer``)."""
+        cuts = self.parameters(attention)
         return [
-            Rule(f"decoder.layers.{{layer}}.{p}", tensors, *cuts[p]) for p, tensors in names.items()
+            Rule(
+                f"decoder.layers.{{layer}}.{parameter}",
+                tuple(self.layer_prefix + name for name in tensors),
+                *cuts[parameter],
+            )
+            for parameter, tensors in self.layer.items()
+            if parameter in cuts
         ]
+
+    @property
+    def all_layer_rules(self) -> list[Rule]:
+        """Those of layers of every kind, each once."""
+        rules = [rule for kind in self.attentions for rule in self.layer_rules(kind)]
+        return list(dict.fromkeys(rules))
 
     @property
     def embedding_rule(self) -> Rule:
@@ -204,6 +216,8 @@ class Family:
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         """What of a ``config.json`` (``usual``) is not built, one text for each."""
         yield from positions.problems(config, self.rope_types, self.rotates_part)
+        for kind in self.attentions:
+            yield from kind.problems(config)
         yield from self.mlp.problems(config)
         yield from self._layer_problems(config)
         for entry, why in {**_REFUSED, **self.refused}.items():
@@ -231,14 +245,40 @@ class Family:
             layer for layer in layers if (layer + 1) % config["no_rope_layer_interval"] == 0
         )
 
+    def layer_types(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The kind of each layer's attention, where there are several: ``layer_types``, or the
+        second one in every ``full_attention_interval``-th layer, and the first one elsewhere."""
+        if len(self.attentions) == 1:
+            return ()
+        if (given := config.get("layer_types")) is not None:
+            return tuple(given)
+        (usual, other), every = self.attentions, config["full_attention_interval"]
+        return tuple(
+            usual.layer_type if (number + 1) % every else other.layer_type
+            for number in range(config["num_hidden_layers"])
+        )
+
+    def _kind_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
+        layers, given = config["num_hidden_layers"], config.get("layer_types")
+        interval = config["full_attention_interval"]
+        if given is None and not (is_integer(interval) and interval > 0):
+            yield f"full_attention_interval must be an integer above 0, got {interval!r}"
+        if given is not None and len(given) != layers:
+            yield (
+                f"layer_types must have an entry for each of the {layers} layers, got {len(given)}"
+            )
+
     def _layer_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         kinds, window = set(config.get("layer_types") or ()), self.window(config)
-        if other := sorted(kinds - _LAYER_TYPES):
+        built = {kind.layer_type for kind in self.attentions}
+        if len(built) > 1:
+            yield from self._kind_problems(config)
+        if other := sorted(kinds - built - {_SLIDING}):
             yield (
-                f"layer_types must be of {sorted(_LAYER_TYPES)}, others are not built, got "
+                f"layer_types must be of {sorted(built | {_SLIDING})}, others are not built, got "
                 f"{', '.join(other)}"
             )
-        if "sliding_attention" in kinds and window is None:
+        if _SLIDING in kinds and window is None:
             yield (
                 "layer_types with sliding_attention needs the window: sliding_window, with "
                 "use_sliding_window"

@@ -60,13 +60,15 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> 
     """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response
     tokens."""
     lengths = list(lengths)
-    q = shape.num_heads * shape.head_dim
-    per_token = shape.attention_weights + shape.mlp.token_weights
+    weights = shape.of_layers(lambda kind: kind.token_weights)
+    weights += shape.num_layers * shape.mlp.token_weights
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     outputs = 1 if shape.value_head is not None else shape.vocab_size
     return ForwardFlops(
-        layers=2 * shape.num_layers * per_token * sum(lengths),
-        attention=2 * 2 * shape.num_layers * q * pairs,  # scores, and the weighted sum of values
+        layers=2 * weights * sum(lengths),
+        # scores, and the weighted sum of values; states of linear attention
+        attention=2 * 2 * shape.of_layers(lambda kind: kind.pair_width) * pairs
+        + shape.of_layers(lambda kind: kind.token_operations) * sum(lengths),
         head=2 * shape.hidden_size * outputs * predicted,
     )
 

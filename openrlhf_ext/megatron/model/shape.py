@@ -4,7 +4,9 @@ alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ from openrlhf_ext.inputs import (
     read_json,
     similar_path,
 )
+from openrlhf_ext.megatron.attentions import Attention
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.model import positions
@@ -81,6 +84,15 @@ class ModelShape:
     rope: str | None = None
     # of attention, tokens: longer sequences are not computed (``config.model_rules``)
     window: int | None = None
+    # of gated delta nets (``attentions.delta_net``): heads, entries of a head, and width of the
+    # convolution
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_conv_width: int = 0
+    # the kind of each layer's attention (``Attention.layer_type``); empty: the family has one kind
+    layer_types: tuple[str, ...] = ()
 
     @property
     def is_mixture(self) -> bool:
@@ -110,37 +122,59 @@ class ModelShape:
     @cached_property
     def mlp(self) -> MLP:
         """The MLP of each layer."""
-        kind = self.family.mlp
+        return self._part(self.family.mlp)
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attention of each layer."""
+        kinds = {kind.layer_type: self._part(kind) for kind in self.family.attentions}
+        types = self.layer_types or tuple(kinds) * self.num_layers
+        return tuple(kinds[layer_type] for layer_type in types)
+
+    @cached_property
+    def attention_counts(self) -> dict[Attention, int]:
+        """How many layers have which attention."""
+        return Counter(self.attentions)
+
+    def _part(self, kind: type[Any]) -> Any:
+        """A part of a layer, which takes its fields from those of the same names."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Entries of each dimension that a ``Rule`` names."""
-        return {
+        found = {
             "one": 1,
             "hidden": self.hidden_size,
             "vocab": self.vocab_size,
-            "head": self.head_dim,
-            "queries": self.num_heads * self.head_dim,
-            "keys": self.num_kv_heads * self.head_dim,
             "adapter": self.adapter_rank,
             **self.mlp.sizes,
         }
+        for attention in self.attention_counts:
+            found |= attention.sizes
+        return found
+
+    def of_layers(self, count: Callable[[Attention], int]) -> int:
+        """The sum over all layers of what ``count`` says of their attention."""
+        return sum(number * count(kind) for kind, number in self.attention_counts.items())
 
     @property
-    def attention_weights(self) -> int:
-        """Number of weights of a layer's attention that each token is multiplied by."""
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+    def attention_weights(self) -> float:
+        """Number of weights of the mean layer's attention that each token is multiplied by."""
+        return self.of_layers(lambda kind: kind.token_weights) / self.num_layers
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence at which causal attention costs as many operations as the layer's
-        matrix products.
+        """Tokens of a sequence at which causal attention costs as many operations as everything
+        else in the layers.
 
-        Per token and layer: 2 operations for each weight; 2 * 2 * (length / 2) * heads * head_dim
-        for scores and weighted values, half of the sequence being visible on average.
+        Per token and layer: 2 operations for each weight, and those that depend on no length;
+        2 * 2 * (length / 2) * ``pair_width`` for scores and weighted values, half of the sequence
+        being visible on average.
         """
-        return (self.attention_weights + self.mlp.token_weights) / (self.num_heads * self.head_dim)
+        fixed = self.of_layers(lambda kind: kind.token_weights + kind.token_operations // 2)
+        pairs = self.of_layers(lambda kind: kind.pair_width)
+        return (fixed + self.num_layers * self.mlp.token_weights) / pairs if pairs else math.inf
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
@@ -207,7 +241,11 @@ def _required(family: Family) -> dict[str, Kind]:
         "num_hidden_layers": _up_to(2**10),
         "hidden_size": _up_to(2**18),
         **own,
-        "num_attention_heads": _up_to(2**12),
+        **{
+            entry: _up_to(most)
+            for kind in family.attentions
+            for entry, most in kind.entries.items()
+        },
         "vocab_size": _up_to(2**22),
         "rms_norm_eps": NUMBER,
         "rope_theta": NUMBER,
@@ -230,20 +268,6 @@ _OPTIONAL = {
 }
 
 
-def _head_problems(config: dict[str, Any]) -> Iterator[str]:
-    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
-    if groups and heads % groups:
-        yield (
-            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
-            f"{groups}"
-        )
-    if not config.get("head_dim") and config["hidden_size"] % heads:
-        yield (
-            f"hidden_size must be a multiple of num_attention_heads, got {config['hidden_size']} "
-            f"and {heads}"
-        )
-
-
 def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     path = _config_path(model_path)
     try:
@@ -251,24 +275,23 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     except InputError as error:
         raise type(error)(f"{path}: {error}") from error
     config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)
-    if problems := [*_head_problems(config), *family.problems(config)]:
+    if problems := [*family.problems(config)]:
         raise InputError(f"{path}: " + "; ".join(problems))
-    heads, rope = config["num_attention_heads"], positions.settings_of(config)
+    rope = positions.settings_of(config)
     # what was read before there were other kinds keeps its form, which checkpoints hold
     usual = rope["rope_type"] == "llama3" and rope.items() >= _LLAMA3.items()
     is_told = usual or rope.keys() == {"rope_type", "rope_theta"}
     factors: dict[str, Any] = {
         field: float(config[entry]) for field, entry in family.factors.items()
     }
+    for kind in family.attentions:
+        factors |= kind.read(config)
     return ModelShape(
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         **{field: config[entry] for field, (entry, _) in family.mlp.entries.items()},
         **{field: config[entry] for field, entry in family.mlp.flags.items()},
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
         max_positions=positions.window_of(config),
         rms_norm_eps=config["rms_norm_eps"],
@@ -281,4 +304,5 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         layers_without_rope=family.without_rope(config),
         rope=None if is_told else json.dumps(rope, sort_keys=True),
         window=family.window(config),
+        layer_types=family.layer_types(config),
     )

@@ -32,9 +32,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -50,9 +47,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from openrlhf_ext.megatron.attentions import Attention
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.mlps import MLP
+from openrlhf_ext.megatron.model.delta_rule import Chunks, Gaps
 from openrlhf_ext.megatron.model.experts import RoutedLayer
+from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import Routing, SharedPrompts
 
 
@@ -255,12 +255,12 @@ def _in_order(pieces: Tensor) -> Tensor:
     return torch.cat([front.flatten(0, 1), back.flip(0).flatten(0, 1)])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype (as
-    transformers does)."""
-    h = x.float()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype, or by
+    1 + weight in fp32 (both as transformers does)."""
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * h.to(x.dtype)
+    return (h * (1.0 + weight.to(h.dtype))).to(x.dtype) if zero_centered else weight * h.to(x.dtype)
 
 
 def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
@@ -273,11 +273,11 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
 class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = _norm_weight(hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -288,11 +288,17 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs
     ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps = config.layernorm_epsilon
+        self.eps, self.zero_centered = (
+            config.layernorm_epsilon,
+            config.layernorm_zero_centered_gamma,
+        )
         self.layer_norm_weight = _norm_weight(input_size, config)
 
+    def normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.layer_norm_weight, self.eps, self.zero_centered)
+
     def forward(self, x: Tensor, *args, **kwargs):
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        return super().forward(self.normed(x), *args, **kwargs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)
@@ -318,11 +324,23 @@ class PackedSequences(PackedSeqParams):
     # slots and boundaries are of whole sequences, what comes may be less
     shared: SharedPrompts | None = None
     routing: Routing | None = None  # of a mixture of experts
+    _gaps: Gaps | None = None
 
     @cached_property
     def rows(self) -> PaddedRows:
         """Made by the first layer that asks, for all of them."""
         return PaddedRows(self.slots, self.boundaries.device, self.shared)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Made by the first layer that asks."""
+        return Chunks(self.slots, self.boundaries.device)
+
+    def gaps(self, width: int) -> Gaps:
+        """For convolutions of this width, which all layers have."""
+        if self._gaps is None:
+            self._gaps = Gaps(self.slots, width, self.boundaries.device)
+        return self._gaps
 
     @property
     def whole(self) -> WholeRows | None:
@@ -403,23 +421,13 @@ class CausalAttention(torch.nn.Module):
         return out if whole is None else whole.take(out)
 
 
-def layer_spec(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=NormColumnParallelLinear,
-            core_attention=CausalAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
+def layer_spec(attention: Attention, mlp: type[MLP]) -> ModuleSpec:
     return ModuleSpec(
         module=RoutedLayer if mlp.is_mixture else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention,
+            self_attention=attention.spec(
+                RMSNorm, NormColumnParallelLinear, RowParallelLinear, CausalAttention
+            ),
             self_attn_bda=get_bias_dropout_add,
             mlp_bda=get_bias_dropout_add,
             **mlp.submodules(
@@ -431,14 +439,15 @@ def layer_spec(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
 
 def block_spec(
     config: TransformerConfig,
-    mlp: type[MLP],
+    shape: ModelShape,
     vp_stage: int | None = None,
     converters: Sequence[LayerConverter] = (),
-    layer: Callable[[TransformerConfig, type[MLP]], ModuleSpec] = layer_spec,
+    layer: Callable[[Attention, type[MLP]], ModuleSpec] = layer_spec,
     norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = [layer(config, mlp) for _ in range(get_num_layers_to_build(config, vp_stage))]
+    end = first + get_num_layers_to_build(config, vp_stage)
+    layers = [layer(attention, shape.family.mlp) for attention in shape.attentions[first:end]]
     for number, spec in enumerate(layers, first):
         for converter in converters:
             converter.convert(spec, number, config.num_layers)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
+from openrlhf_ext.megatron.attentions import Attention
 from openrlhf_ext.megatron.layout import ParallelLayout, RankPlace
 from openrlhf_ext.megatron.model.adapter import Adapter, module_name
 from openrlhf_ext.megatron.model.family import Rule, Size
@@ -49,7 +50,7 @@ def is_of_adapter(parameter: str) -> bool:
 
 def targeted(rule: Rule, targets: Collection[str]) -> list[int]:
     """Which of the Hugging Face tensors of a linear's weight have an adapter."""
-    if rule.columns is None or not rule.parameter.startswith("decoder.layers."):
+    if not (rule.is_matrix and rule.parameter.startswith("decoder.layers.")):
         return []
     return [number for number, name in enumerate(rule.hf_names) if module_name(name) in targets]
 
@@ -99,9 +100,12 @@ def stage_rules(
         return list(adapter_rules(decoder, shape.adapter_targets))
     family = shape.family
     rules = [family.embedding_rule] if first else []
-    of_layer = list(_layer_rules(shape, shares, share))
+    of_kind = {
+        kind: list(_layer_rules(shape, type(kind), shares, share))
+        for kind in set(shape.attentions[layers.start : layers.stop])
+    }
     for number, layer in enumerate(layers):
-        rules += [rule.at_layer(number, layer) for rule in of_layer]
+        rules += [rule.at_layer(number, layer) for rule in of_kind[shape.attentions[layer]]]
     if last:
         rules.append(family.final_norm_rule)
         if shape.value_head is not None:
@@ -113,13 +117,16 @@ def stage_rules(
     return rules
 
 
-def _layer_rules(shape: ModelShape, shares: int, share: int | None) -> Iterator[Rule]:
+def _layer_rules(
+    shape: ModelShape, attention: type[Attention], shares: int, share: int | None
+) -> Iterator[Rule]:
     """Those of a decoder layer, for every expert one after the other."""
     per_share = shape.num_experts // shares
     numbers = range(shape.num_experts)
     if share is not None:
         numbers = range(share * per_share, (share + 1) * per_share)
-    for of_experts, rules in groupby(shape.family.layer_rules, key=lambda rule: rule.is_of_experts):
+    every = shape.family.layer_rules(attention)
+    for of_experts, rules in groupby(every, key=lambda rule: rule.is_of_experts):
         if not of_experts:
             yield from rules
             continue
@@ -177,16 +184,15 @@ class RankParameter(NamedTuple):
 
 
 @cache
-def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
-    """A layer's parameters, or its adapters, on one rank; parameters in the order in which Megatron
-    builds them."""
-    shares = cut.expert_shares
-    rules = {
-        rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)
-    }
+def layer_shards(shape: ModelShape, cut: Cut, attention: Attention) -> tuple[RankParameter, ...]:
+    """Parameters, or adapters, of a layer with this attention on one rank; parameters in the order
+    in which Megatron builds them."""
+    shares, number = cut.expert_shares, shape.attentions.index(attention)
+    layer = stage_rules(shape, range(number, number + 1), False, False, shares, share=0)
+    rules = {rule.parameter: rule for rule in layer}
     experts = range(max(1, shape.num_experts // shares))
     built = []
-    for name in shape.family.parameters:
+    for name in shape.family.parameters(type(attention)):
         numbers = experts if "{expert}" in name else range(1)
         name = f"decoder.layers.0.{name}"
         built += [name.replace("{expert}", str(number)) for number in numbers]
@@ -203,10 +209,11 @@ def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     sizes = shape.sizes
-    rows = [sizes[part] for part in rule.rows]
-    if len(rule.hf_names) == 1:  # the one tensor that a checkpoint stacks the parts in
-        rows = [sum(rows)]
-    return [(count,) if rule.columns is None else (count, sizes[rule.columns]) for count in rows]
+    rows = [0] * len(rule.hf_names)
+    for tensor, part in zip(rule.places, rule.rows, strict=True):
+        rows[tensor] += sizes[part]
+    columns = (rule.columns,) if isinstance(rule.columns, str) else rule.columns or ()
+    return [(count, *(sizes[size] for size in columns)) for count in rows]
 
 
 @dataclass(frozen=True)
@@ -246,11 +253,12 @@ class Run:
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the
     rule's axis."""
-    if rule.split in ("qkv", "gate_up"):
-        rows = [shape.sizes[part] for part in rule.rows]
-        starts = [0, *accumulate(rows)]
-        runs = _qkv_runs(shape) if rule.split == "qkv" else _gate_up_runs(rows[0] // size, size)
-        return [_in_stack(rule, run, starts) for run in runs]
+    rows = [shape.sizes[part] for part in rule.rows]
+    if rule.split == "gated_qkv":
+        return [*_gated_qkv_runs(shape)]
+    if rule.split in ("qkv", "parts"):
+        runs = _qkv_runs(shape) if rule.split == "qkv" else _part_runs(rows, size)
+        return [_in_stack(rule, run, rows) for run in runs]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
     whole = Run(0, 0, hf_shapes(rule, shape)[0][rule.axis])
@@ -266,21 +274,38 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
             yield Run(tensor, group * rows, (group + 1) * rows)
 
 
-def _gate_up_runs(part: int, size: int) -> Iterator[Run]:
-    """Per shard its part of the gate, then of up."""
+def _gated_qkv_runs(shape: ModelShape) -> Iterator[Run]:
+    """Per group its queries, their gates, its key, its value; the first tensor has for every head
+    its query, then its gate."""
+    queries, head = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    for group in range(shape.num_kv_heads):
+        for is_gate in (0, 1):
+            for query in range(group * queries, (group + 1) * queries):
+                start = (2 * query + is_gate) * head
+                yield Run(0, start, start + head)
+        for tensor in (1, 2):
+            yield Run(tensor, group * head, (group + 1) * head)
+
+
+def _part_runs(rows: Sequence[int], size: int) -> Iterator[Run]:
+    """Per shard its piece of the first part, then of the next ones."""
     for rank in range(size):
-        for tensor in (0, 1):
-            yield Run(tensor, rank * part, (rank + 1) * part)
+        for part, count in enumerate(rows):
+            yield Run(part, rank * count // size, (rank + 1) * count // size)
 
 
-def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
-    """The run as it is where every part is a tensor; in their stack if the rule has but one
-    tensor."""
-    if run.tensor is None:
-        return run
-    if len(rule.hf_names) > 1:
-        return run if rule.hf_names[run.tensor] else replace(run, tensor=None)
-    return Run(0, starts[run.tensor] + run.start, starts[run.tensor] + run.stop)
+def _in_stack(rule: Rule, run: Run, rows: Sequence[int]) -> Run:
+    """The run of a part as one of the tensor that it is in; ``rows``: of the parts."""
+    assert run.tensor is not None, "padding is in no part"
+    tensor = rule.places[run.tensor]
+    if not rule.hf_names[tensor]:
+        return replace(run, tensor=None)
+    before = sum(
+        count
+        for count, place in zip(rows[: run.tensor], rule.places[: run.tensor], strict=True)
+        if place == tensor
+    )
+    return Run(tensor, before + run.start, before + run.stop)
 
 
 @dataclass(frozen=True)

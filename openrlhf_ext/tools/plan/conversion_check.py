@@ -204,7 +204,7 @@ def nearest_family(path: str | Path) -> str:
 
 def _names(family: Family) -> set[str]:
     """Of a checkpoint's tensors, N in the place of every number."""
-    rules = [family.embedding_rule, family.final_norm_rule, *family.layer_rules]
+    rules = [family.embedding_rule, family.final_norm_rule, *family.all_layer_rules]
     return {
         name.replace("{layer}", "N").replace("{expert}", "N")
         for rule in rules
