@@ -28,6 +28,7 @@ def models(tmp_path_factory) -> dict[str, str]:
         ("tied", "qwen3", True, 4),
         ("other", "qwen2", False, 2),
         ("mixture", "qwen2_moe", False, 4),
+        ("hybrid", "qwen3_5_text", False, 4),
     ):
         make_tiny_model(root / name, family, tied=tied, vocab=VOCAB, layers=layers)
     return {path.name: str(path) for path in root.iterdir()}
@@ -44,6 +45,7 @@ def two_ranks(models, batch, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("checkpoints")
     untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
     bf16, mixture = untied | {"dtype": "bf16"}, {"model": models["mixture"]}
+    hybrid = {"model": models["hybrid"]}
     overlap = untied | {
         "overlap": {
             "overlap_grad_reduce": True,
@@ -85,6 +87,10 @@ def two_ranks(models, batch, tmp_path_factory):
         ("load", mixture | {"pp": 2, "on_host": True}, root / "mixture"),
         ("load", mixture | {"tp": 2, "sp": True, "distributed": False}, root / "mixture"),
         ("load", mixture | {"cp": 2, "ep": 2, "ema": True}, root / "mixture"),
+        ("save", hybrid | {"tp": 2, "sp": True}, root / "hybrid"),
+        ("load", hybrid | {"tp": 2, "sp": True, "on_host": True}, root / "hybrid"),
+        ("load", hybrid, root / "hybrid"),
+        ("load", hybrid | {"pp": 2, "ends": (3, None)}, root / "hybrid"),
     ]
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
@@ -109,7 +115,7 @@ def assert_same_continuation(
 
 def test_the_same_layout_continues_bit_for_bit(two_ranks):
     _, jobs, results = two_ranks
-    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17), (25, 26), (28, 29)):
+    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17), (25, 26), (28, 29), (33, 34)):
         expected, got = results[0][saved], results[0][loaded]
         assert got["steps"] == expected["steps"], jobs[loaded]
         for name, tensor in expected["weights"].items():
@@ -131,6 +137,8 @@ def test_the_same_layout_continues_bit_for_bit(two_ranks):
         (28, 30),
         (28, 31),
         (28, 32),
+        (33, 35),
+        (33, 36),
     ],
 )
 def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):

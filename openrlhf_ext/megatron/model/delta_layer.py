@@ -29,7 +29,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from openrlhf_ext.megatron.attentions.delta_net import DeltaNet
-from openrlhf_ext.megatron.model.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from openrlhf_ext.megatron.model.delta_kernels import convolved, ruled
+from openrlhf_ext.megatron.model.delta_rule import Inputs
 from openrlhf_ext.megatron.model.spec import PackedSequences
 
 _PARTS = ["query", "key", "value", "gate", "beta", "decay"]
@@ -120,27 +121,21 @@ class DeltaLayer(MegatronModule):
         whole = pack.whole
         if whole is not None:
             mixed_LN, small_LN = whole.gather(mixed_LN), whole.gather(small_LN)
-        out_LHV = gated_delta_rule(self._inputs(mixed_LN, small_LN, pack), pack.chunks)
+        out_LHV = ruled(self._inputs(mixed_LN, small_LN, pack), pack)
         if whole is not None:
             out_LHV = whole.take(out_LHV)
         return self._normed(out_LHV, gate_LN.unflatten(-1, (self.value_heads, self.value_dim)))
 
     def _inputs(self, mixed_LD: Tensor, small_LN: Tensor, pack: PackedSequences) -> Inputs:
-        gaps = pack.gaps(self.conv_weight.shape[-1])
-        mixed_LD = F.silu(causal_convolution(mixed_LD, self.conv_weight, gaps))
+        mixed_LD = convolved(mixed_LD, self.conv_weight, pack)
         query_LD, key_LD, value_LD = mixed_LD.split(self.parts[:3], -1)
-        q_LHK, k_LHK = (
-            x.unflatten(-1, (self.key_heads, self.key_dim)).repeat_interleave(
-                self.value_heads // self.key_heads, 1
-            )
-            for x in (query_LD, key_LD)
-        )
+        q_LGK, k_LGK = (x.unflatten(-1, (self.key_heads, self.key_dim)) for x in (query_LD, key_LD))
         v_LHV = value_LD.unflatten(-1, (self.value_heads, self.value_dim))
         wide = torch.promote_types(mixed_LD.dtype, torch.float32)
         beta_LH, decay_LH = small_LN.to(wide).chunk(2, -1)
         rate_LH = F.softplus(decay_LH + self.decay_bias.to(wide))
         return Inputs(
-            q_LHK, k_LHK, v_LHV, -self.decay_log.to(wide).exp() * rate_LH, beta_LH.sigmoid()
+            q_LGK, k_LGK, v_LHV, -self.decay_log.to(wide).exp() * rate_LH, beta_LH.sigmoid()
         )
 
     def _normed(self, out_LHV: Tensor, gate_LHV: Tensor) -> Tensor:

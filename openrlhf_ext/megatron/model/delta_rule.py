@@ -10,7 +10,7 @@ states go from chunk to chunk, for all sequences at a time. The grid of chunks b
 sequence, so a pack gives each sequence the bits that it has alone.
 
 Shape suffixes: L = tokens of the pack, B = sequences, J = chunks of all sequences, C = tokens of a
-chunk, H = value heads, K, V = entries of a head's key and value, D = channels of the convolution, W
+chunk, H = value heads, G = key heads, K, V = entries of a head's key and value, D = channels of the convolution, W
 = its width.
 """
 
@@ -28,11 +28,11 @@ CHUNK = 64
 
 
 class Inputs(NamedTuple):
-    """What the rule reads of each token: queries and keys of length 1 or any other (they are
-    normalized), the log of the decay, and how much is written."""
+    """What the rule reads of each token: queries and keys, which it brings to length 1 and of which
+    each head serves H / G value heads; values; the log of the decay; how much is written."""
 
-    q_LHK: Tensor
-    k_LHK: Tensor
+    q_LGK: Tensor
+    k_LGK: Tensor
     v_LHV: Tensor
     g_LH: Tensor
     beta_LH: Tensor
@@ -98,10 +98,14 @@ def unit(x: Tensor) -> Tensor:
 def _outputs(inputs: Inputs, chunks: Chunks, wide: torch.dtype) -> Tensor:
     q, k, v, g, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # (J, H, C, ...)
     q, k = unit(q) * k.shape[-1] ** -0.5, unit(k)
+    q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
     beta = beta[..., None]
-    since_JHC = g.cumsum(-1)  # log of the decay since the chunk began
+    # Log of the decay since the chunk began. Its differences between near tokens are small: in fp32
+    # they would have the rounding of the sums.
+    sums_JHC = g.double().cumsum(-1)
+    since_JHC = sums_JHC.to(wide)
     causal_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = since_JHC[..., :, None] - since_JHC[..., None, :]
+    decay = (sums_JHC[..., :, None] - sums_JHC[..., None, :]).to(wide)
     decay = decay.masked_fill(~causal_CC, float("-inf")).exp()
 
     # What a chunk writes: (1 + strict lower part of beta k k^T decay) u = beta (v - decayed k S).
@@ -113,7 +117,7 @@ def _outputs(inputs: Inputs, chunks: Chunks, wide: torch.dtype) -> Tensor:
 
     inner = (q @ k.mT) * decay
     q = q * since_JHC.exp()[..., None]
-    k = k * (since_JHC[..., -1:] - since_JHC).exp()[..., None]
+    k = k * (sums_JHC[..., -1:] - sums_JHC).to(wide).exp()[..., None]
     last = since_JHC[..., -1, None, None].exp()
     outputs = _along_sequences(chunks, own, of_state, q, inner, k, last)
     return chunks.joined(outputs.transpose(1, 2)).to(inputs.v_LHV.dtype)

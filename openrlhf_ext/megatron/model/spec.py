@@ -332,6 +332,16 @@ class PackedSequences(PackedSeqParams):
         return PaddedRows(self.slots, self.boundaries.device, self.shared)
 
     @cached_property
+    def host_boundaries(self) -> Tensor:
+        """The boundaries on the host, int64."""
+        return torch.tensor([*itertools.accumulate(self.slots, initial=0)])
+
+    @cached_property
+    def long_boundaries(self) -> Tensor:
+        """The boundaries as int64, one tensor for all layers: kernels keep what they make of it."""
+        return self.boundaries.long()
+
+    @cached_property
     def chunks(self) -> Chunks:
         """Made by the first layer that asks."""
         return Chunks(self.slots, self.boundaries.device)
