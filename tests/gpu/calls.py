@@ -51,6 +51,8 @@ CHECKS = (
     Check("tests.gpu.engine_alone:graphs", 0, 180, ENGINE),  # compile and capture: 90 s
     Check("tests.gpu.flight:adapters", 0, 160, RUN),  # if time is left: 80 s
     # ---- call 1: nothing is built
+    # its kernels compile first
+    Check("tests.gpu.delta:against_the_rule", 1, 120, POLICY),
     Check("tests.gpu.products:products", 1, 60),
     Check("tests.gpu.transport:collective", 1, 60),
     Check("tests.gpu.head:against_fp64", 1, 90, ("pydantic",)),
