@@ -4,12 +4,15 @@ another loader."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
+from typing import Any
 
+MARK = "changed_by_openrlhf_ext"
 Wrapper = Callable[[ModuleType], AbstractContextManager[None]]
 LoaderFactory = Callable[[str, str], SourceFileLoader]
 
@@ -88,3 +91,29 @@ def _wrap_execution(loader: Loader, wrapper: Wrapper) -> None:
 
 
 patch_finder = PatchFinder()
+
+
+def change_on_cpu(changes: Mapping[str, Callable[[Any], None]]) -> None:
+    """Changes modules of vLLM on a CPU after their import. Also in a process that has imported
+    them: one of several workers of an engine is spawned by vLLM, and gets here when it imports
+    `rollout.worker_extension`."""
+    for name, change in changes.items():
+        if (module := sys.modules.get(name)) is not None:
+            change_once(change, module)
+        else:
+            patch_finder.run_around(name, partial(_changing, change))
+
+
+@contextmanager
+def _changing(change: Callable[[Any], None], module: ModuleType) -> Iterator[None]:
+    yield
+    change_once(change, module)
+
+
+def change_once(change: Callable[[Any], None], module: Any) -> None:
+    """On a CPU. A worker's extension may be imported under two names, and a patch with it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not hasattr(module, MARK):
+        setattr(module, MARK, True)
+        change(module)

@@ -83,6 +83,10 @@ class DeferredName:
             raise AttributeError(attribute)
         return getattr(self.resolve(), attribute)
 
+    def __or__(self, other: object) -> DeferredName:
+        """Of an annotation, which nobody reads."""
+        return self
+
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self.resolve())
 

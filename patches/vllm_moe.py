@@ -21,33 +21,18 @@ one needs no Triton.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.environment import has_cuda
-from openrlhf_ext.patches.import_hooks import patch_finder
+from openrlhf_ext.patches.import_hooks import change_on_cpu
 
 if TYPE_CHECKING:
     import numpy as np
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _ASKED = "openrlhf_ext.routed_experts"
-_MARK = "changed_by_openrlhf_ext"
-
-
-def _install() -> None:
-    """Also in a process that has imported vLLM: one of several workers of an engine is spawned by
-    vLLM, and gets here when it imports `rollout.worker_extension`."""
-    for name, change in _CHANGES.items():
-        if (module := sys.modules.get(name)) is not None:
-            _change(change, module)
-        else:
-            patch_finder.run_around(name, partial(_changing, change))
 
 
 def _need() -> tuple[bool, str]:
@@ -73,24 +58,9 @@ PATCH = Patch(
     change="experts are packed once at every load, and the first model runner returns routed "
     "experts",
     removal="vLLM packs experts at every load, and returns routed experts without Triton",
-    install=_install,
+    install=lambda: change_on_cpu(_CHANGES),
     need=_need,
 )
-
-
-@contextmanager
-def _changing(change: Callable[[Any], None], module: ModuleType) -> Iterator[None]:
-    yield
-    _change(change, module)
-
-
-def _change(change: Callable[[Any], None], module: Any) -> None:
-    """Once: a worker's extension may be imported under two names, and this module with it."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and not hasattr(module, _MARK):
-        setattr(module, _MARK, True)
-        change(module)
 
 
 def _pack_at_every_load(module: Any) -> None:

@@ -50,6 +50,7 @@ RULES = {
         {
             "algorithms",
             "checkpoints",
+            "delta_rule",
             "exact",
             "fp8",
             "groups",

@@ -181,8 +181,10 @@ async def _open_vllm(
     share = options.gpu_memory_utilization if use_gpu else None
     shape, _ = local_shape("model", model)  # None: of a model that only vLLM knows
     overrides = {} if shape is None else engine_overrides(shape.rotary)
+    keeps_states = shape is not None and shape.keeps_states
+    longest += options.max_new_tokens
     engine_args = offline_engine_args(
-        model, options.dtype, longest + options.max_new_tokens, section, share, overrides
+        model, options.dtype, longest, section, share, overrides, keeps_states
     )
     engine = await OfflineEngine.start(engine_args, options.engine_timeout_s)
     try:

@@ -57,6 +57,9 @@ def trained_violations(config: TrainedConfig, *, chat: bool) -> Iterator[Violati
     yield from (
         _mixture_rules(config, model, option) if model.num_experts else _dense_rules(config, option)
     )
+    if model.num_experts or model.keeps_states:
+        what = "mixtures of experts" if model.num_experts else "models with gated delta nets"
+        yield from _no_fp8(config, option, what)
     if has_weights(folder):
         yield from tokenizer_violations(option, folder, chat=chat)
     if config.ds.lora.enabled:
@@ -323,8 +326,7 @@ def _experts_can_be_cut(
         )
 
 
-def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
-    """What a mixture of experts under training does not have."""
+def _no_fp8(config: TrainedConfig, option: str, what: str) -> Iterator[Violation]:
     for name, asked in (
         ("fp8.enable", config.fp8.enable),
         ("fp8.rollout_enable", config.fp8.rollout_enable),
@@ -332,9 +334,37 @@ def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Ite
         if asked:
             yield Violation(
                 (name, option),
-                f"{name} is not supported for mixtures of experts, such as the model of {option}; "
-                "leave it out",
+                f"{name} is not supported for {what}, such as the model of {option}; leave it out",
             )
+
+
+def cpu_engine_violations(config: RunConfig) -> Iterator[Violation]:
+    """What vLLM's CPU build lacks for models whose layers keep a state; to be asked where it is
+    known that engines have no GPU."""
+    sampled = {_ACTOR: config.actor.model_name_or_path}
+    if config.guide_samples:
+        sampled[_GUIDE] = config.guide.model_name_or_path
+    for option, folder in sampled.items():
+        model, _ = local_shape(option, folder)
+        if model is None or not model.keeps_states:
+            continue
+        why = f"the model of {option} has gated delta nets, and engines run on CPU"
+        if config.vllm.enable_prefix_caching:
+            yield Violation(
+                ("vllm.enable_prefix_caching", option),
+                f"vllm.enable_prefix_caching must be false, because {why}: there vLLM keeps no "
+                "states of prefixes; leave it out",
+            )
+        if option == _ACTOR and config.ds.lora.enabled and config.vllm.lora == "adapter":
+            yield Violation(
+                ("vllm.lora", option),
+                f"vllm.lora must be merged, because {why}: there vLLM has no adapters of them; "
+                "got adapter; set vllm.lora merged",
+            )
+
+
+def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
+    """What a mixture of experts under training does not have."""
     if "mlp" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
         yield _other_module(option, "mlp", "dense models", "moe")
     if isinstance(config, RunConfig) and config.replays_rollout and config.guide_samples:

@@ -22,7 +22,7 @@ from openrlhf_ext.config.estimator import (
 )
 from openrlhf_ext.config.exact_rules import EXACT
 from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name
-from openrlhf_ext.config.model_rules import local_shape, model_violations
+from openrlhf_ext.config.model_rules import cpu_engine_violations, local_shape, model_violations
 from openrlhf_ext.config.records import open_source
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.tokenizers import tokenizer_fault
@@ -47,7 +47,7 @@ def findings(config: RunConfig) -> Findings:
     files can be loaded."""
     if unusable := own_algorithm_problems(config):
         return Findings((*unusable, *checkpoint_violations(config), *machine_violations()), ())
-    options, exact = option_findings(config), list(exact_violations(config))
+    options, here = option_findings(config), [*exact_violations(config), *engine_violations(config)]
     asks = config.dry_run or config.dry_run_json  # of a run that may be on another machine
     violations = [
         *options.violations,
@@ -58,13 +58,13 @@ def findings(config: RunConfig) -> Findings:
         *checkpoint_violations(config),
         *guide_violations(config),
         *machine_violations(),
-        *([] if asks else exact),
+        *([] if asks else here),
         *corridor.violations(config),
     ]
     warnings = (
         *unread_warnings(config),
         *transport_warnings(config),
-        *(f"on this machine, {violation.message}" for violation in exact if asks),
+        *(f"on this machine, {violation.message}" for violation in here if asks),
         *options.warnings,
     )
     return Findings(tuple(violations), warnings)
@@ -73,7 +73,13 @@ def findings(config: RunConfig) -> Findings:
 def check_downloaded(config: RunConfig) -> None:
     """The rules about models that :func:`load_config` could not apply to a hub name. Raises
     ConfigError: lists every violation."""
-    rules = (model_violations, checkpoint_violations, guide_violations, exact_violations)
+    rules = (
+        model_violations,
+        checkpoint_violations,
+        guide_violations,
+        exact_violations,
+        engine_violations,
+    )
     _require([violation for rule in rules for violation in rule(config)])
 
 
@@ -464,6 +470,12 @@ def exact_violations(config: RunConfig) -> Iterator[Violation]:
             f"prompt than in a generation: got {config.data.max_len}; lower it, or leave {EXACT} "
             "out",
         )
+
+
+def engine_violations(config: RunConfig) -> Iterator[Violation]:
+    """What vLLM's CPU build lacks, if engines start here without a GPU."""
+    if _starts_here() and not _gpus_here():
+        yield from cpu_engine_violations(config)
 
 
 def machine_violations() -> Iterator[Violation]:

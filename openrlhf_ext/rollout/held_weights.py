@@ -21,6 +21,11 @@ from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, bit_sums, 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as loaded (fused_moe/oracle/unquantized.py:416)."""
 _OF_PART = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
+_PARTITIONS = {"in_proj_qkv": 3}
+"""Partitions of a fused parameter that a tensor fills (vllm 0.32.0 models/qwen3_5.py:225), if
+several."""
+_UNPACKED = "_cpu_unpacked_conv_weight"
+"""What vLLM has packed for a CPU's kernel (layers/utils.py:525)."""
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 
 
@@ -30,7 +35,7 @@ class _Place(NamedTuple):
 
     module: torch.nn.Module
     parameter: str
-    part: tuple[int | slice, ...]
+    part: tuple[int | slice | None, ...]
     shape: tuple[int, ...]
 
     @property
@@ -39,7 +44,7 @@ class _Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The part's values, without a copy unless they are a padded expert's."""
+        """The part's values, without a copy unless they are a padded expert's or a convolution's."""
         values = self.whole[self.part]
         return values.contiguous() if len(self.part) > 1 else values
 
@@ -60,11 +65,10 @@ class HeldWeights:
         self._tensors, self._workers = plan.tensors, workers
         # keep duplicates: a mixture's kernel also holds its router
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._fused = {
-            part: (fused, parts.index(part), len(parts))
-            for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
-            for part in parts
-        }
+        self._fused: dict[str, tuple[str, int, list[int]]] = {}
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            counts = [_PARTITIONS.get(part, 1) for part in parts]
+            self._fused |= {part: (fused, parts.index(part), counts) for part in parts}
         found = {name: self._expert(name) for name, _, _ in plan.tensors}
         self._experts = {name: expert for name, expert in found.items() if expert is not None}
         self._held: dict[str, _Place] = {}
@@ -142,7 +146,11 @@ class HeldWeights:
     def sums(self) -> list[tuple[int, int, bool]]:
         """Returns (sum of the bits, number of entries, whether as received) of every tensor, in the
         plan's order."""
-        held = {name: self._held[name].values for name, _, _ in self._tensors if name in self._held}
+        held = {
+            name: _as_sent(self._held[name].values, dtype)
+            for name, _, dtype in self._tensors
+            if name in self._held
+        }
         shapes = {name: shape for name, shape, _ in self._tensors}
         parts = [self._words(name, values, shapes[name]) for name, values in held.items()]
         sums = dict(zip(held, bit_sums(parts).unbind() if parts else (), strict=True))
@@ -179,12 +187,12 @@ class HeldWeights:
     def _can_sum(self, values: Tensor, spec: Spec) -> bool:
         _, shape, dtype = spec
         fits = (
-            values.dtype == dtype
+            values.dtype in (dtype, torch.float32)
             and values.dim() == len(shape)
             and not values.is_meta
             and values.numel()
         )
-        return bool(fits) and words(values, shape, self._workers) is not None
+        return bool(fits) and words(_as_sent(values, dtype), shape, self._workers) is not None
 
     def _will_be_processed(self, place: _Place, spec: Spec) -> bool:
         module: Any = place.module
@@ -222,6 +230,9 @@ class HeldWeights:
             return None
         if isinstance(module, VocabParallelEmbedding):
             return _rows(module, parameter, 0, module.shard_indices.num_org_elements)
+        if hasattr(module, _UNPACKED):
+            rows = slice(None)
+            return _Place(module, _UNPACKED, (rows, None), tuple(getattr(module, _UNPACKED).shape))
         # only some rows of this tensor are held several times
         if getattr(module, "num_kv_head_replicas", 1) > 1:
             return None
@@ -229,13 +240,14 @@ class HeldWeights:
 
     def _part_of_fused(self, path: str, parameter: str) -> _Place | None:
         parent, _, leaf = path.rpartition(".")
-        fused, number, parts = self._fused.get(leaf, ("", 0, 0))
+        fused, number, counts = self._fused.get(leaf, ("", 0, [0]))
         module: Any = self._modules.get(f"{parent}.{fused}")
         sizes = getattr(module, "output_partition_sizes", [])
-        if len(sizes) != parts or not isinstance(getattr(module, parameter, None), Tensor):
+        if len(sizes) != sum(counts) or not isinstance(getattr(module, parameter, None), Tensor):
             return None
-        start = sum(sizes[:number])
-        return _rows(module, parameter, start, start + sizes[number])
+        first = sum(counts[:number])
+        start, stop = sum(sizes[:first]), sum(sizes[: first + counts[number]])
+        return _rows(module, parameter, start, stop)
 
     def _of_expert(self, name: str) -> _Place | None:
         """Returns an expert's part of its layer's parameters. ``w13_weight`` is (experts, 2 widths,
@@ -303,3 +315,12 @@ def _rows(module: torch.nn.Module, parameter: str, start: int, stop: int | None)
     """Returns these rows of a parameter; ``stop`` None: to its end."""
     rows = slice(start, stop)
     return _Place(module, parameter, (rows,), tuple(getattr(module, parameter)[rows].shape))
+
+
+def _as_sent(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a wider parameter holds of a tensor of this type; not a number where it holds
+    more than the type does."""
+    if values.dtype == dtype:
+        return values
+    sent = values.to(dtype)
+    return torch.where(sent == values, sent, torch.nan)

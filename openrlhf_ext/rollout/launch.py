@@ -78,6 +78,7 @@ def create_rollout_engines(
     routed_experts: bool = False,
     more_env: Mapping[str, str] = MappingProxyType({}),
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
+    keeps_states: bool = False,
 ) -> EngineFleet:
     """Starts engines and returns their handles at once (`wait_until_ready`). Raises ValueError or
     EngineStartError.
@@ -94,8 +95,10 @@ def create_rollout_engines(
             keeps layers x experts of a token bytes on the host for every slot of its cache.
         more_env: variables of the engines' processes, besides `engine_env`.
         hf_overrides: entries of the model's config.json that differ for vLLM.
+        keeps_states: the model has layers with a state of each request.
     """
     engine_args = _model_args(model_path, options, max_model_len, use_gpu, hf_overrides) | {
+        **_state_args(keeps_states),
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
@@ -171,6 +174,12 @@ def _model_args(
         "disable_log_stats": True,
         "hf_overrides": overrides,
     }
+
+
+def _state_args(keeps_states: bool) -> dict[str, Any]:
+    """fp32, which vLLM else takes only if config.json says so: a state is added to at every
+    token."""
+    return {"mamba_ssm_cache_dtype": "float32"} if keeps_states else {}
 
 
 def engine_env(
@@ -299,19 +308,23 @@ def offline_engine_args(
     options: Vllm,
     gpu_share: float | None,
     hf_overrides: Mapping[str, Any],
+    keeps_states: bool = False,
 ) -> dict[str, Any]:
     """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on
-    CPU, ``hf_overrides`` as of `create_rollout_engines`."""
+    CPU, ``hf_overrides`` and ``keeps_states`` as of `create_rollout_engines`."""
     use_gpu = gpu_share is not None
     engine_args = {
         "model": model_path,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "enable_prefix_caching": True,  # a problem's samples share its prompt
+        # a problem's samples share its prompt; vLLM keeps states of prefixes only with chunked
+        # prefill (vllm 0.32.0 model_executor/models/config.py:694)
+        "enable_prefix_caching": use_gpu or not keeps_states,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "hf_overrides": dict(hf_overrides),
+        **_state_args(keeps_states),
         **batch_limits(use_gpu, options, max_model_len),
     }
     if use_gpu:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.megatron.model.delta_kernels import convolved, ruled
-from openrlhf_ext.megatron.model.delta_rule import (
+from openrlhf_ext.delta_rule import (
     Chunks,
     Gaps,
     Inputs,
     causal_convolution,
     gated_delta_rule,
 )
+from openrlhf_ext.megatron.model.delta_kernels import convolved, ruled
 from openrlhf_ext.megatron.model.spec import PackedSequences
 from tests.gpu.kit import Machine, NotHere, Partly
 from tests.gpu.runs import report

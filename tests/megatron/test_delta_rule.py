@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.megatron.model.delta_rule import (
+from openrlhf_ext.delta_rule import (
     CHUNK,
     Chunks,
     Gaps,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from openrlhf_ext.megatron.model.delta_rule import Inputs
+from openrlhf_ext.delta_rule import Inputs
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.megatron.reference import make_batch, reference
 from tests.megatron.test_delta_rule import by_definition

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from openrlhf_ext.patches import vllm_moe
+from openrlhf_ext.patches.import_hooks import MARK, change_once
 from tests.patience import PATIENCE_S
 
 TOLERANCE = 1e-5
@@ -51,9 +52,9 @@ def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
     code = f"""
         import vllm.v1.worker.cpu_model_runner as runner
         import {vllm_moe._FUSED_MOE}.unquantized_fused_moe_method as method
-        assert not hasattr(method, "{vllm_moe._MARK}")
+        assert not hasattr(method, "{MARK}")
         import openrlhf_ext.rollout.worker_extension
-        assert all(hasattr(module, "{vllm_moe._MARK}") for module in (method, runner))
+        assert all(hasattr(module, "{MARK}") for module in (method, runner))
         """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -66,4 +67,4 @@ def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
 
 def test_modules_of_other_devices_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
-    vllm_moe._change(lambda _: pytest.fail("changed"), ModuleType("changed"))
+    change_once(lambda _: pytest.fail("changed"), ModuleType("changed"))

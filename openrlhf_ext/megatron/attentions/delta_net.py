@@ -1,4 +1,4 @@
-"""Gated delta net: linear attention by the gated delta rule (``model.delta_rule``), behind a short
+"""Gated delta net: linear attention by the gated delta rule (``openrlhf_ext.delta_rule``), behind a short
 causal convolution, with a gated norm."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The operations of a gated delta net over a pack, chosen by device: ``model.delta_rule`` on a CPU and
+"""The operations of a gated delta net over a pack, chosen by device: ``openrlhf_ext.delta_rule`` on a CPU and
 in fp32, flash-linear-attention's kernels in half precision on a GPU, where they have not run yet
 (call 0 of tests/gpu compares them with the rule).
 
-Shape suffixes as in ``model.delta_rule``; G = key heads.
+Shape suffixes as in ``openrlhf_ext.delta_rule``; G = key heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf_ext.megatron.model.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from openrlhf_ext.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from openrlhf_ext.megatron.model.spec import PackedSequences
 
 _FORMATS = (torch.bfloat16, torch.float16)

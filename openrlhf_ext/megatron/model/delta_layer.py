@@ -4,7 +4,7 @@ Heads are divided over tensor-parallel ranks, every part of the projection by it
 (``attentions.delta_net``). Under sequence parallelism ``linear_in`` gathers the pack and
 ``linear_out`` scatters it.
 
-Shape suffixes as in ``model.delta_rule``, with this rank's heads and channels; N = output features of
+Shape suffixes as in ``delta_rule``, with this rank's heads and channels; N = output features of
 ``linear_in`` on this rank.
 """
 
@@ -28,9 +28,9 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from openrlhf_ext.delta_rule import Inputs
 from openrlhf_ext.megatron.attentions.delta_net import DeltaNet
 from openrlhf_ext.megatron.model.delta_kernels import convolved, ruled
-from openrlhf_ext.megatron.model.delta_rule import Inputs
 from openrlhf_ext.megatron.model.spec import PackedSequences
 
 _PARTS = ["query", "key", "value", "gate", "beta", "decay"]
@@ -58,7 +58,6 @@ class DeltaLayer(MegatronModule):
         super().__init__(config)
         self.tp_group = pg_collection.tp
         ranks, whole = pg_collection.tp.size(), sizes.sizes
-        self.key_heads = sizes.delta_key_heads // ranks
         self.value_heads = sizes.delta_value_heads // ranks
         self.key_dim, self.value_dim = sizes.delta_key_dim, sizes.delta_value_dim
         keys, values = whole["delta_keys"] // ranks, whole["delta_values"] // ranks
@@ -129,14 +128,12 @@ class DeltaLayer(MegatronModule):
     def _inputs(self, mixed_LD: Tensor, small_LN: Tensor, pack: PackedSequences) -> Inputs:
         mixed_LD = convolved(mixed_LD, self.conv_weight, pack)
         query_LD, key_LD, value_LD = mixed_LD.split(self.parts[:3], -1)
-        q_LGK, k_LGK = (x.unflatten(-1, (self.key_heads, self.key_dim)) for x in (query_LD, key_LD))
-        v_LHV = value_LD.unflatten(-1, (self.value_heads, self.value_dim))
-        wide = torch.promote_types(mixed_LD.dtype, torch.float32)
-        beta_LH, decay_LH = small_LN.to(wide).chunk(2, -1)
-        rate_LH = F.softplus(decay_LH + self.decay_bias.to(wide))
-        return Inputs(
-            q_LGK, k_LGK, v_LHV, -self.decay_log.to(wide).exp() * rate_LH, beta_LH.sigmoid()
-        )
+        heads = [
+            *(x.unflatten(-1, (-1, self.key_dim)) for x in (query_LD, key_LD)),
+            value_LD.unflatten(-1, (-1, self.value_dim)),
+        ]
+        beta_LH, decay_LH = small_LN.chunk(2, -1)
+        return Inputs.of_layer(heads, beta_LH, decay_LH, self.decay_log, self.decay_bias)
 
     def _normed(self, out_LHV: Tensor, gate_LHV: Tensor) -> Tensor:
         """RMS norm in fp32, rounded before the weight, times SiLU of the gate (as transformers

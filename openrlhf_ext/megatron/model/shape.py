@@ -100,6 +100,11 @@ class ModelShape:
         return self.num_experts > 0
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether engines keep a state of each request beside keys and values."""
+        return any(kind.request_bytes(1, 1) for kind in self.attention_counts)
+
+    @property
     def family(self) -> Family:
         return family_of(self.model_type)
 

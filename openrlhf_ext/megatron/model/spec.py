@@ -47,10 +47,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from openrlhf_ext.delta_rule import Chunks, Gaps
 from openrlhf_ext.megatron.attentions import Attention
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.mlps import MLP
-from openrlhf_ext.megatron.model.delta_rule import Chunks, Gaps
 from openrlhf_ext.megatron.model.experts import RoutedLayer
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import Routing, SharedPrompts

@@ -1,5 +1,5 @@
 """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) and its causal convolution, over packs of
-sequences, in plain torch with autograd.
+sequences, in plain torch with autograd, for the policy and for engines on CPU.
 
 For every head a state S runs over a sequence, in fp32:
 
@@ -10,8 +10,8 @@ states go from chunk to chunk, for all sequences at a time. The grid of chunks b
 sequence, so a pack gives each sequence the bits that it has alone.
 
 Shape suffixes: L = tokens of the pack, B = sequences, J = chunks of all sequences, C = tokens of a
-chunk, H = value heads, G = key heads, K, V = entries of a head's key and value, D = channels of the convolution, W
-= its width.
+chunk, H = value heads, G = key heads, K, V = entries of a head's key and value, D = channels of the
+convolution, W = its width.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ class Inputs(NamedTuple):
     g_LH: Tensor
     beta_LH: Tensor
 
+    @classmethod
+    def of_layer(
+        cls,
+        heads: Sequence[Tensor],
+        beta_LH: Tensor,
+        decay_LH: Tensor,
+        decay_log_H: Tensor,
+        decay_bias_H: Tensor,
+    ) -> Inputs:
+        """From what a layer projects; ``heads``: queries, keys, and values."""
+        q_LGK, k_LGK, v_LHV = heads
+        wide = _wide(v_LHV.dtype)
+        rate_LH = F.softplus(decay_LH.to(wide) + decay_bias_H.to(wide))
+        decays_LH = -decay_log_H.to(wide).exp() * rate_LH
+        return cls(q_LGK, k_LGK, v_LHV, decays_LH, beta_LH.to(wide).sigmoid())
+
 
 class Chunks:
     """Where the tokens of a pack are in its chunks: the first chunks of all sequences, the longest
@@ -44,8 +60,8 @@ class Chunks:
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         counts = [-(-length // CHUNK) for length in lengths]
-        order = sorted(range(len(lengths)), key=lambda row: -counts[row])
-        places_B = torch.argsort(torch.tensor(order))
+        self.order_B = torch.tensor(sorted(range(len(lengths)), key=lambda row: -counts[row]))
+        places_B = torch.argsort(self.order_B)
         # how many sequences have a chunk of this number, and the chunks before them
         self.alive = [sum(count > number for count in counts) for number in range(max(counts))]
         starts = torch.tensor([*itertools.accumulate(self.alive, initial=0)])
@@ -68,8 +84,25 @@ class Chunks:
 
 def gated_delta_rule(inputs: Inputs, chunks: Chunks) -> Tensor:
     """(L, H, V) outputs in the type of the values; states are fp32, or fp64 if the values are."""
-    wide = torch.promote_types(inputs.v_LHV.dtype, torch.float32)
-    return _Rule.apply(chunks, wide, *inputs)
+    return _Rule.apply(chunks, _wide(inputs.v_LHV.dtype), *inputs)
+
+
+def continued(inputs: Inputs, chunks: Chunks, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """(L, H, V) outputs, and the states after the sequences that begin with these states."""
+    order_B = chunks.order_B
+    outputs_LHV, ordered_BHKV = _outputs(inputs, chunks, state_BHKV.dtype, state_BHKV[order_B])
+    return outputs_LHV, torch.empty_like(state_BHKV).index_copy(0, order_B, ordered_BHKV)
+
+
+def next_tokens(inputs: Inputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """`continued` of one token for each sequence, by the definition."""
+    q, k, v, g, beta = (x.to(state_BHKV.dtype) for x in inputs)
+    q, k = _heads(q, k, v.shape[1])
+    state = state_BHKV * g.exp()[..., None, None]
+    read_BHV = (k[..., None, :] @ state)[..., 0, :]
+    written_BHV = beta[..., None] * (v - read_BHV)
+    state = state + k[..., None] * written_BHV[..., None, :]
+    return (q[..., None, :] @ state)[..., 0, :].to(inputs.v_LHV.dtype), state
 
 
 class _Rule(torch.autograd.Function):
@@ -80,14 +113,18 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, wide: torch.dtype, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.chunks, ctx.wide = chunks, wide
-        return _outputs(Inputs(*inputs), chunks, wide)
+        return _outputs(Inputs(*inputs), chunks, wide)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_LHV: Tensor) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*(tensor.detach().requires_grad_() for tensor in ctx.saved_tensors))
         with torch.enable_grad():
-            output_LHV = _outputs(inputs, ctx.chunks, ctx.wide)
+            output_LHV, _ = _outputs(inputs, ctx.chunks, ctx.wide)
         return None, None, *torch.autograd.grad(output_LHV, inputs, grad_LHV)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -95,10 +132,19 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def _outputs(inputs: Inputs, chunks: Chunks, wide: torch.dtype) -> Tensor:
-    q, k, v, g, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # (J, H, C, ...)
+def _heads(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys (., G, ..., K) of each of the value heads, at their length."""
     q, k = unit(q) * k.shape[-1] ** -0.5, unit(k)
-    q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
+    copies = heads // k.shape[1]
+    return q.repeat_interleave(copies, 1), k.repeat_interleave(copies, 1)
+
+
+def _outputs(
+    inputs: Inputs, chunks: Chunks, wide: torch.dtype, before_BHKV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs and states after each sequence; states are in the order of ``chunks.order_B``."""
+    q, k, v, g, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # (J, H, C, ...)
+    q, k = _heads(q, k, v.shape[1])
     beta = beta[..., None]
     # Log of the decay since the chunk began. Its differences between near tokens are small: in fp32
     # they would have the rounding of the sums.
@@ -119,24 +165,25 @@ def _outputs(inputs: Inputs, chunks: Chunks, wide: torch.dtype) -> Tensor:
     q = q * since_JHC.exp()[..., None]
     k = k * (sums_JHC[..., -1:] - sums_JHC).to(wide).exp()[..., None]
     last = since_JHC[..., -1, None, None].exp()
-    outputs = _along_sequences(chunks, own, of_state, q, inner, k, last)
-    return chunks.joined(outputs.transpose(1, 2)).to(inputs.v_LHV.dtype)
+    if before_BHKV is None:
+        sizes = chunks.alive[0], own.shape[1], of_state.shape[-1], own.shape[-1]
+        before_BHKV = own.new_zeros(sizes)
+    outputs, after_BHKV = _along_sequences(chunks, before_BHKV, own, of_state, q, inner, k, last)
+    return chunks.joined(outputs.transpose(1, 2)).to(inputs.v_LHV.dtype), after_BHKV
 
 
-def _along_sequences(chunks: Chunks, *parts: Tensor) -> Tensor:
-    """(J, H, C, V): states from chunk to chunk."""
-    own, of_state, *_ = parts
-    heads, keys, values = own.shape[1], of_state.shape[-1], own.shape[-1]
-    state = own.new_zeros(chunks.alive[0], heads, keys, values)
-    outputs = []
+def _along_sequences(chunks: Chunks, state: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """(J, H, C, V), and the last states: from chunk to chunk."""
+    outputs, ended = [], []
     for own_, of_state_, q, inner, k, last in zip(
         *(part.split(chunks.alive) for part in parts), strict=True
     ):
-        state = state[: len(own_)]  # the shortest sequences have ended
+        ended.append(state[len(own_) :])  # the shortest sequences
+        state = state[: len(own_)]
         written = own_ - of_state_ @ state
         outputs.append(q @ state + inner @ written)
         state = state * last + k.mT @ written
-    return torch.cat(outputs)
+    return torch.cat(outputs), torch.cat([state, *reversed(ended)])
 
 
 class Gaps:

