@@ -73,10 +73,11 @@ class Rig:
         )
 
     def check(self) -> float:
-        engine_logprobs = [ray.get(self.engine.probe_logprobs.remote(PROBE))]
-        return check_sync(
-            tiny.logprobs(self.model, PROBE), engine_logprobs, TOLERANCE, self.version
-        )
+        def score(length: int) -> list[list[float]]:
+            return [ray.get(self.engine.probe_logprobs.remote(PROBE[:length]))]
+
+        ours = tiny.logprobs(self.model, PROBE)
+        return check_sync(ours, score(len(PROBE)), TOLERANCE, self.version, score=score)
 
     def generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
         from vllm import SamplingParams
