@@ -90,8 +90,7 @@ def shape_violations(config: TrainedConfig, model: ModelShape, option: str) -> I
             option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size
         )
     yield from _positions(option, model, config)
-    yield from precision.layers(option, model, config)
-    yield from precision.widths(option, model, config)
+    yield from precision.model_violations(option, model, config)
 
 
 def _adapter_rules(config: TrainedConfig, model: ModelShape) -> Iterator[Violation]:
@@ -124,6 +123,9 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems if own else []  # other rules are about policy and reward model
     if model is not None:
         yield from divisible(option, model, "critic.megatron.{}".format, config.critic_megatron)
+        yield from _scores(
+            option, model, "a critic", "an algo.advantage.estimator without one, such as grpo"
+        )
         if not model.num_experts:  # one that inherits the policy's sizes has no use for them
             yield from _no_experts(option, "critic.megatron", config.critic.megatron)
         yield from _reads_policy(_CRITIC, model, policy, config) if own else []
@@ -139,6 +141,7 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     if model is None:
         return
     yield from divisible(_REWARD, model, "megatron.{}".format, config.even_megatron)
+    yield from _scores(_REWARD, model, "a reward model", "serve it: reward.remote_url")
     yield from _reads_policy(_REWARD, model, policy, config)
     if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
         yield Violation(
@@ -146,6 +149,15 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
             f"{_REWARD} must have the tokens of {_ACTOR}, because it gets the sampled token ids: "
             f"{difference}; use a reward model of the policy's family, or serve this one and give "
             "its address as reward.remote_url",
+        )
+
+
+def _scores(option: str, model: ModelShape, role: str, remedy: str) -> Iterator[Violation]:
+    if not model.family.critic_class:
+        yield Violation(
+            (option,),
+            f"{option}: {role} of model_type {model.model_type} is not supported, because "
+            f"transformers has no class that reads it; use a model of another type, or {remedy}",
         )
 
 
@@ -235,6 +247,7 @@ def divisible(
     for what, size in model.mlp.divided.items():
         if size % layout.tensor_parallel_size:
             yield _indivisible(option, tp, layout.tensor_parallel_size, what, size)
+    yield from _whole_sequences(option, model, named, layout)
     if model.num_experts:
         yield from _experts_can_be_cut(option, model, named, layout)
     ends = [field for field, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
@@ -282,6 +295,20 @@ def divisible(
         )
 
 
+def _whole_sequences(
+    option: str, model: ModelShape, named: Callable[[str], str], layout: Megatron
+) -> Iterator[Violation]:
+    """The layers whose attention needs them whole get them so."""
+    name, size = named("context_parallel_size"), layout.context_parallel_size
+    reasons = sorted({kind.no_context_parallel for kind in model.attention_counts} - {""})
+    if size > 1 and reasons:
+        yield Violation(
+            (option, name),
+            f"{name} must be 1 for the model of {option}, got {size}: {'; '.join(reasons)}; leave "
+            "it out",
+        )
+
+
 def _experts_can_be_cut(
     option: str, model: ModelShape, named: Callable[[str], str], megatron: Megatron
 ) -> Iterator[Violation]:
@@ -325,16 +352,6 @@ def _experts_can_be_cut(
 
 def _mixture_rules(config: TrainedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What a mixture of experts under training does not have."""
-    for name, asked in (
-        ("fp8.enable", config.fp8.enable),
-        ("fp8.rollout_enable", config.fp8.rollout_enable),
-    ):
-        if asked:
-            yield Violation(
-                (name, option),
-                f"{name} is not supported for mixtures of experts, such as the model of {option}; "
-                "leave it out",
-            )
     if "mlp" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
         yield _other_module(option, "mlp", "dense models", "moe")
     if isinstance(config, RunConfig) and config.replays_rollout and config.guide_samples:
