@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silence_libraries
@@ -45,24 +44,13 @@ def _write(arguments: argparse.Namespace) -> int:
             sizes = merge(arguments.merge, arguments.to, arguments.base)
             lines = ["with the adapter merged"]
         else:
-            found = write_text_model(arguments.text_only, arguments.to)
-            sizes = found.sizes
-            lines = [
-                f"a model of type {found.model_type}",
-                *_counted("left out", found.left_out),
-                *_counted(f"rounded to {found.dtype}", found.rounded),
-            ]
+            sizes, lines = write_text_model(arguments.text_only, arguments.to)
     except (ValueError, OSError, CheckpointError) as error:
         show(error, file=sys.stderr)
         return 2
     written = f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files"
     show(f"{written}, " + "\n".join(lines))
     return 0
-
-
-def _counted(what: str, numbers: Mapping[str, int]) -> list[str]:
-    tensors = ", ".join(f"{name} {number}" for name, number in numbers.items())
-    return [f"{what} (numbers of tensors): {tensors}"] if numbers else []
 
 
 def _check(arguments: argparse.Namespace) -> int:

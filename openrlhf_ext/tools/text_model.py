@@ -8,7 +8,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,29 +37,11 @@ _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(frozen=True)
-class TextModel:
-    """What was written.
-
-    Attributes:
-        model_type: of ``config.json``.
-        sizes: of every file, in bytes, by its name.
-        left_out: number of the checkpoint's other tensors, by what they are of.
-        rounded: number of tensors whose type had more digits, by their names in a layer.
-        dtype: of all tensors.
-    """
-
-    model_type: str
-    sizes: dict[str, int]
-    left_out: dict[str, int]
-    rounded: dict[str, int]
-    dtype: str
-
-
-def write_text_model(source: str | Path, target: str | Path) -> TextModel:
+def write_text_model(source: str | Path, target: str | Path) -> tuple[dict[str, int], list[str]]:
     """Writes text model, configuration, and tokenizer of the checkpoint in ``source``, in the type
-    of its embedding. Raises InputError, WeightMapError: it is not such a checkpoint, or its tensors
-    are not those of ``config.json``."""
+    of its embedding; returns the size of every file in bytes, and what to tell the user. Raises
+    InputError, WeightMapError: it is not such a checkpoint, or its tensors are not those of
+    ``config.json``."""
     if Path(source).resolve() == Path(target).resolve():
         raise InputError(f"--to must be another folder than the checkpoint's, got {target}")
     config = _text_config(source)
@@ -74,7 +55,8 @@ def write_text_model(source: str | Path, target: str | Path) -> TextModel:
     if problems := unaccounted_tensors(checkpoint, shape):
         raise WeightMapError(f"{source}: {describe(problems)}")
     tensors = hf_tensors(shape)
-    dtype = FLOAT_DTYPES[checkpoint.header(shape.family.embedding)[1]]
+    _, type_name = checkpoint.header(shape.family.embedding)
+    dtype = FLOAT_DTYPES[type_name]
     rounded: Counter[str] = Counter()
     for tensor in tensors:
         found = FLOAT_DTYPES[checkpoint.header(tensor.name)[1]]
@@ -86,7 +68,15 @@ def write_text_model(source: str | Path, target: str | Path) -> TextModel:
     }
     rows = (part for tensor in tensors for part in _rows(tensor, checkpoint, dtype))
     sizes = save_hf(rows, tensors, dtype, files, target)
-    return TextModel(shape.model_type, sizes, checkpoint.left_out, rounded, config["dtype"])
+    lines = [f"a model of type {shape.model_type}"]
+    for what, numbers in {
+        "left out": checkpoint.left_out,
+        f"rounded to {type_name}": rounded,
+    }.items():
+        if numbers:
+            counted = ", ".join(f"{name} {number}" for name, number in numbers.items())
+            lines.append(f"{what} (numbers of tensors): {counted}")
+    return sizes, lines
 
 
 def _text_config(source: str | Path) -> dict[str, Any]:

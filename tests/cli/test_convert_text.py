@@ -107,7 +107,7 @@ def test_tensors_in_fp32_beside_others_are_rounded_and_named(tmp_path, capsys):
     words = ["--text_only", str(tmp_path / "published"), "--to", str(tmp_path / "text")]
     assert convert.main(words) == 0
     assert (
-        "rounded to bfloat16 (numbers of tensors): linear_attn.A_log 3, "
+        "rounded to BF16 (numbers of tensors): linear_attn.A_log 3, "
         "linear_attn.norm.weight 3" in capsys.readouterr().out
     )
     whole = load_file(tmp_path / "published/model.safetensors")
