@@ -83,24 +83,30 @@ def _text_config(source: str | Path) -> dict[str, Any]:
     """The ``config.json`` of the text model."""
     whole, path = read_config(source), Path(source) / "config.json"
     kind = whole["model_type"]
-    if kind not in TEXT_CLASSES:
-        is_text = kind in {f"{name}_text" for name in TEXT_CLASSES}
+    published = kind.removesuffix("_text")
+    if published not in TEXT_CLASSES:
         raise InputError(
             f"{path}: --text_only takes a checkpoint of images and text with model_type "
             f"{' or '.join(TEXT_CLASSES)}, got {kind!r}"
-            + (", which is a text model already: use it as it is" if is_text else "")
         )
-    check(whole, str(path), {"text_config": MAP})
+    if kind == published:
+        text = check(whole, str(path), {"text_config": MAP})["text_config"]
+    elif _TextPart(source).is_nested:  # transformers' text class saves under the names that it read
+        text = whole
+    else:
+        raise InputError(
+            f"{path}: a checkpoint with model_type {kind} is a text model already: use it as it is"
+        )
     text = {
         name: value
-        for name, value in whole["text_config"].items()
+        for name, value in text.items()
         if name != "torch_dtype" and not name.startswith("mtp_")
     }
     shared = {name: whole[name] for name in _TOKEN_IDS if name in whole}
     tied = whole.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     own = {
-        "model_type": f"{kind}_text",
-        "architectures": [TEXT_CLASSES[kind]],
+        "model_type": f"{published}_text",
+        "architectures": [TEXT_CLASSES[published]],
         "tie_word_embeddings": tied,
     }
     return shared | text | own
@@ -133,6 +139,11 @@ class _TextPart(HFCheckpoint):
     @property
     def names(self) -> set[str]:
         return set(self._places)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the names are those of a part of a larger model."""
+        return any(place.name.startswith(_TEXT_PREFIX) for place in self._places.values())
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         place = self._places[name]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from openrlhf_ext.cli import convert
-from tests.models import HYBRID
+from tests.models import HYBRID, make_tiny_model
 
 CLASSES = {
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
@@ -81,8 +81,11 @@ def test_the_text_model_is_that_of_transformers(tmp_path, capsys, kind):
     words = ["--text_only", str(tmp_path / "published"), "--to", str(tmp_path / "text")]
     assert convert.main(words) == 0
     said = capsys.readouterr().out
-    assert f"a model of type {kind}_text\nleft out (numbers of tensors): multi-token" in said
-    assert "rounded" not in said
+    vision = sum(name.startswith("model.visual.") for name in model.state_dict())
+    assert said.endswith(
+        f"in 5 files, a model of type {kind}_text\nleft out (numbers of tensors): vision {vision}, "
+        "multi-token prediction 1\n"
+    )
     assert sorted(path.name for path in (tmp_path / "text").iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -97,9 +100,22 @@ def test_the_text_model_is_that_of_transformers(tmp_path, capsys, kind):
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
         assert torch.equal(found.eval()(tokens).logits, model(tokens).logits)
+    # which transformers saves under the names that it read
+    AutoModelForCausalLM.from_pretrained(tmp_path / "published").save_pretrained(tmp_path / "saved")
+    words = ["--text_only", str(tmp_path / "saved"), "--to", str(tmp_path / "again")]
+    assert convert.main(words) == 0
+    again, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "text"))
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
     config = json.loads((tmp_path / "text/config.json").read_text())
     assert config["mamba_ssm_dtype"] == "float32" and "mtp_num_hidden_layers" not in config
     assert config["architectures"] == [type(found).__name__]
+
+
+def test_a_text_model_is_used_as_it_is(tmp_path, capsys):
+    make_tiny_model(tmp_path, "qwen3_5_text")
+    assert convert.main(["--text_only", str(tmp_path), "--to", str(tmp_path / "text")]) == 2
+    assert "model_type qwen3_5_text is a text model already: use it as" in capsys.readouterr().err
 
 
 def test_tensors_in_fp32_beside_others_are_rounded_and_named(tmp_path, capsys):
@@ -122,9 +138,8 @@ A_LOG = "model.language_model.layers.0.linear_attn.A_log"
 @pytest.mark.parametrize(
     ("changes", "removed", "message"),
     [
-        ({"model_type": "qwen3_5_text"}, "", "which is a text model already: use it as it is"),
         ({"model_type": "qwen4_exp"}, "", "qwen3_5 or qwen3_5_moe, got 'qwen4_exp'"),
-        ({"text_config": None}, "", "text_config must be a map, got None"),
+        ({"text_config": None}, "", "text_config must be a map, got null"),
         ({"tie_word_embeddings": True}, "", "tie_word_embeddings, and there is a lm_head.weight"),
         ({"quantization_config": {"a": 1}}, "", "only fp32, bf16 and fp16 weights are loaded"),
         ({}, A_LOG, "missing from the checkpoint: ['model.layers.0.linear_attn.A_log']"),

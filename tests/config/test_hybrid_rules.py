@@ -70,7 +70,7 @@ def test_adapters_are_of_the_other_linears(problems):
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, got 8 and 3"),
         ({"model_type": "qwen3_next"}, "the order of its gated delta nets' projections"),
         ({"model_type": "qwen4_exp"}, "'qwen4_exp': it would need embeddings of n-grams"),
-        ({"model_type": "qwen3_5_moe"}, "convert --text_only model --to FOLDER, and give FOLDER"),
+        ({"model_type": "qwen3_5_moe"}, "/model --to FOLDER, and give FOLDER"),
     ],
 )
 def test_a_configuration_that_is_not_built_is_refused(problems, run_dir, changes, message):
@@ -149,6 +149,6 @@ def test_a_dry_run_and_supervised_training_say_what_gpus_need(load, machine):
     ]
     assert warning.startswith("on this machine, actor.")
     words = ["--model.model_name_or_path", "model", "--data.dataset", "train.jsonl"]
-    words += ["--data.input_key", "question", "--data.output_key", "answer"]
+    words += ["--data.input_key", "question", "--data.output_key", "answer", "--data.max_len", "64"]
     config = load_supervised(words)
     assert any(needs in violation.message for violation in _findings(config).violations)
