@@ -42,7 +42,7 @@ def determinism(config: RunConfig) -> Iterator[str]:
 
 def model_violations(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     """FP8 suits the model of ``option``, where it is asked for."""
-    without = ["mixtures of experts"] if model.num_experts else []
+    without = ["mixtures of experts"] if model.is_mixture else []
     without += sorted({kind.no_fp8 for kind in model.attention_counts} - {""})
     if not without:
         yield from _layers(option, model, config)

@@ -133,8 +133,12 @@ class _TextPart(HFCheckpoint):
         for name in sorted(super().names):
             other = [what for prefix, what in _LEFT_OUT.items() if name.startswith(prefix)]
             self.left_out.update(other)
-            if not other:
-                self._add(name)
+            for own, place in () if other else self._found(name):
+                if own in self._places:
+                    raise WeightMapError(
+                        f"{path} holds {own} twice: in {self._places[own].name} and in {name}"
+                    )
+                self._places[own] = place
 
     @property
     def names(self) -> set[str]:
@@ -159,25 +163,22 @@ class _TextPart(HFCheckpoint):
         with reading(self._file_of[place.name], "as safetensors"):
             return view[place.number, place.start + start : place.start + end]
 
-    def _add(self, name: str) -> None:
+    def _found(self, name: str) -> Iterator[tuple[str, _Place]]:
+        """The text model's tensors that a tensor of the checkpoint holds."""
         own = name
         if name.startswith(_TEXT_PREFIX):
             own = f"model.{name.removeprefix(_TEXT_PREFIX)}"
-        if own in self._places:
-            raise WeightMapError(
-                f"{self.path} holds {own} twice: as {self._places[own].name} and as {name}"
-            )
         block, _, kind = own.rpartition(".experts.")
         shape, _ = super().header(name)
         parts = _STACKED.get(kind, ())
         if not parts or len(shape) != 3 or shape[1] % len(parts):
-            self._places[own] = _Place(name)
+            yield own, _Place(name)
             return
         rows = shape[1] // len(parts)
         for number in range(shape[0]):
             for at, part in enumerate(parts):
                 single = f"{block}.experts.{number}.{part}.weight"
-                self._places[single] = _Place(name, number, at * rows, rows)
+                yield single, _Place(name, number, at * rows, rows)
 
 
 def _rows(tensor: HFTensor, checkpoint: HFCheckpoint, dtype: torch.dtype) -> Iterator[HFRows]:
