@@ -31,7 +31,7 @@ from openrlhf_ext.config.files import DatasetRef, parameter_count
 from openrlhf_ext.config.records import Wanted, open_source, scan_records
 from openrlhf_ext.config.tokenizers import tokenizer_difference, tokenizer_fault
 from openrlhf_ext.inputs import InputError, decode
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, WeightMapError, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.reporting import EventLog
@@ -46,6 +46,8 @@ from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.plan.translate import translate
 from openrlhf_ext.tools.report.page import page_data, read_runs
+from openrlhf_ext.tools.text_model import write_text_model
+from tests.cli.test_convert_text import publish
 from tests.config.test_file_rules import write_records
 from tests.models import make_tiny_policy, save_tensors
 from tests.tools.evaluate.test_store import RESULTS, SETTINGS
@@ -174,6 +176,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_policy(folder / "model")
     tensors = load_file(folder / "model/model.safetensors")
     save_tensors(tensors, folder / "model", folder / "sharded", max_shard_bytes=100_000)
+    publish(folder / "published", "qwen3_5")
     records = [{"question": f"{i}+1=", "answer": f"{i + 1}", "source": "x"} for i in range(12)]
     for name in (
         "data.jsonl",
@@ -261,6 +264,13 @@ def read_weights(path: Path) -> None:
         checkpoint.read(name)
 
 
+def read_published(path: Path) -> None:
+    try:
+        write_text_model(path.parent, path.parents[1] / "text")
+    except WeightMapError as error:
+        raise InputError(str(error)) from error
+
+
 def read_tokenizer(path: Path) -> None:
     tokenizer_difference(str(path.parent), str(path.parents[1] / "sharded"))
     if (fault := tokenizer_fault(str(path.parent), chat=True)) is not None:
@@ -300,6 +310,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ),
     **dict.fromkeys(["verl.yaml", "trl.yaml"], lambda path: translate([path.stem, str(path)])),
     "model/config.json": lambda path: read_model_shape(path.parent),
+    "published/config.json": read_published,
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
     **dict.fromkeys(
         ["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights

@@ -1,11 +1,12 @@
 """``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that the policy
 loads and exports a checkpoint unchanged; ``openrlhf-ext convert --merge ADAPTER --to FOLDER`` merges
-a LoRA adapter into its base model.
+a LoRA adapter into its base model; ``openrlhf-ext convert --text_only CHECKPOINT --to FOLDER`` writes
+the text model of a checkpoint of images and text.
 
 --check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process
 per rank, on this machine), exports it again and compares bit for bit with the files, then compares
-log-probs with transformers. --merge writes a full checkpoint that transformers and vLLM load like
-any other.
+log-probs with transformers. --merge and --text_only write a full checkpoint that transformers and
+vLLM load like any other.
 """
 
 from __future__ import annotations
@@ -30,22 +31,25 @@ def main(argv: list[str] | None = None) -> int:
 
     apply()
     arguments = _parse(argv)
-    return _merge(arguments) if arguments.merge is not None else _check(arguments)
+    return _check(arguments) if arguments.check is not None else _write(arguments)
 
 
-def _merge(arguments: argparse.Namespace) -> int:
+def _write(arguments: argparse.Namespace) -> int:
     from openrlhf_ext.checkpoints import CheckpointError
     from openrlhf_ext.tools.merge import merge
+    from openrlhf_ext.tools.text_model import write_text_model
 
     try:
-        sizes = merge(arguments.merge, arguments.to, arguments.base)
+        if arguments.merge is not None:
+            sizes = merge(arguments.merge, arguments.to, arguments.base)
+            lines = ["with the adapter merged"]
+        else:
+            sizes, lines = write_text_model(arguments.text_only, arguments.to)
     except (ValueError, OSError, CheckpointError) as error:
         show(error, file=sys.stderr)
         return 2
-    show(
-        f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, with the "
-        "adapter merged"
-    )
+    written = f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files"
+    show(f"{written}, " + "\n".join(lines))
     return 0
 
 
@@ -152,7 +156,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of a LoRA adapter (ckpt.output_dir of a run with ds.lora.rank, or PEFT's) to "
         "merge into its base model",
     )
-    parser.add_argument("--to", metavar="FOLDER", help="--merge: folder of the merged checkpoint")
+    what.add_argument(
+        "--text_only",
+        metavar="CHECKPOINT",
+        help="folder of a published checkpoint of Qwen3.5 or Qwen3.6, to write its text model",
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="--merge, --text_only: folder of the new checkpoint"
+    )
     parser.add_argument(
         "--base",
         metavar="FOLDER",
@@ -207,8 +218,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)"
     )
     arguments = parser.parse_args(argv)
-    if (arguments.merge is None) != (arguments.to is None):
-        parser.error("--merge ADAPTER and --to FOLDER belong together")
+    if (arguments.check is None) != (arguments.to is not None):
+        parser.error("--to FOLDER belongs to --merge ADAPTER or --text_only CHECKPOINT")
     return arguments
 
 

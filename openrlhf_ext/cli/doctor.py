@@ -493,6 +493,12 @@ def check_kernels(cuda: bool) -> list[KernelCheck]:
             "apex weight gradients", has_module(_WEIGHT_GRADIENTS), _WEIGHT_GRADIENTS, gradients
         ),
         _kernel(
+            "flash-linear-attention",
+            has_module("fla"),
+            installed_version("flash-linear-attention") or "",
+            "no gated delta nets on GPUs",
+        ),
+        _kernel(
             "triton",
             has_module("triton"),
             installed_version("triton") or "",

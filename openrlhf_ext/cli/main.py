@@ -42,7 +42,7 @@ _COMMANDS = {
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": (
         "convert",
-        "prove that the policy loads and exports a Hugging Face checkpoint unchanged",
+        "prove that the policy loads and exports a checkpoint unchanged, or write one",
     ),
     "chaos": (
         "chaos",

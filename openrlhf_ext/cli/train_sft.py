@@ -99,9 +99,11 @@ def start(words: list[str]) -> int:
 def _findings(config: SupervisedConfig) -> Findings:
     from openrlhf_ext.planning import fit
     from openrlhf_ext.run import corridor
+    from openrlhf_ext.run.preflight import kernel_violations
 
     found = fit.findings(config)
-    return Findings((*found.violations, *corridor.violations(config)), found.warnings)
+    of_machine = () if config.dry_run else kernel_violations(config)
+    return Findings((*found.violations, *corridor.violations(config), *of_machine), found.warnings)
 
 
 def launch(config: SupervisedConfig, words: list[str]) -> int:

@@ -57,9 +57,6 @@ def trained_violations(config: TrainedConfig, *, chat: bool) -> Iterator[Violati
     yield from (
         _mixture_rules(config, model, option) if model.num_experts else _dense_rules(config, option)
     )
-    if model.num_experts or model.keeps_states:
-        what = "mixtures of experts" if model.num_experts else "models with gated delta nets"
-        yield from _no_fp8(config, option, what)
     if has_weights(folder):
         yield from tokenizer_violations(option, folder, chat=chat)
     if config.ds.lora.enabled:
@@ -93,8 +90,7 @@ def shape_violations(config: TrainedConfig, model: ModelShape, option: str) -> I
             option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size
         )
     yield from _positions(option, model, config)
-    yield from precision.layers(option, model, config)
-    yield from precision.widths(option, model, config)
+    yield from precision.model_violations(option, model, config)
 
 
 def _adapter_rules(config: TrainedConfig, model: ModelShape) -> Iterator[Violation]:
@@ -127,6 +123,9 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems if own else []  # other rules are about policy and reward model
     if model is not None:
         yield from divisible(option, model, "critic.megatron.{}".format, config.critic_megatron)
+        yield from _scores(
+            option, model, "a critic", "an algo.advantage.estimator without one, such as grpo"
+        )
         if not model.num_experts:  # one that inherits the policy's sizes has no use for them
             yield from _no_experts(option, "critic.megatron", config.critic.megatron)
         yield from _reads_policy(_CRITIC, model, policy, config) if own else []
@@ -142,6 +141,7 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     if model is None:
         return
     yield from divisible(_REWARD, model, "megatron.{}".format, config.even_megatron)
+    yield from _scores(_REWARD, model, "a reward model", "serve it: reward.remote_url")
     yield from _reads_policy(_REWARD, model, policy, config)
     if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
         yield Violation(
@@ -149,6 +149,15 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
             f"{_REWARD} must have the tokens of {_ACTOR}, because it gets the sampled token ids: "
             f"{difference}; use a reward model of the policy's family, or serve this one and give "
             "its address as reward.remote_url",
+        )
+
+
+def _scores(option: str, model: ModelShape, role: str, remedy: str) -> Iterator[Violation]:
+    if not model.family.critic_class:
+        yield Violation(
+            (option,),
+            f"{option}: {role} of model_type {model.model_type} is not supported, because "
+            f"transformers has no class that reads it; use a model of another type, or {remedy}",
         )
 
 
@@ -238,6 +247,7 @@ def divisible(
     for what, size in model.mlp.divided.items():
         if size % layout.tensor_parallel_size:
             yield _indivisible(option, tp, layout.tensor_parallel_size, what, size)
+    yield from _whole_sequences(option, model, named, layout)
     if model.num_experts:
         yield from _experts_can_be_cut(option, model, named, layout)
     ends = [field for field, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
@@ -285,6 +295,20 @@ def divisible(
         )
 
 
+def _whole_sequences(
+    option: str, model: ModelShape, named: Callable[[str], str], layout: Megatron
+) -> Iterator[Violation]:
+    """The layers whose attention needs them whole get them so."""
+    name, size = named("context_parallel_size"), layout.context_parallel_size
+    reasons = sorted({kind.no_context_parallel for kind in model.attention_counts} - {""})
+    if size > 1 and reasons:
+        yield Violation(
+            (option, name),
+            f"{name} must be 1 for the model of {option}, got {size}: {'; '.join(reasons)}; leave "
+            "it out",
+        )
+
+
 def _experts_can_be_cut(
     option: str, model: ModelShape, named: Callable[[str], str], megatron: Megatron
 ) -> Iterator[Violation]:
@@ -324,18 +348,6 @@ def _experts_can_be_cut(
             f"{mixture} needs {sp} with a {tp} above 1: got {cut.tensor_parallel_size} without "
             f"it; add {sp}",
         )
-
-
-def _no_fp8(config: TrainedConfig, option: str, what: str) -> Iterator[Violation]:
-    for name, asked in (
-        ("fp8.enable", config.fp8.enable),
-        ("fp8.rollout_enable", config.fp8.rollout_enable),
-    ):
-        if asked:
-            yield Violation(
-                (name, option),
-                f"{name} is not supported for {what}, such as the model of {option}; leave it out",
-            )
 
 
 def cpu_engine_violations(config: RunConfig) -> Iterator[Violation]:

@@ -8,7 +8,7 @@ from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.trained import TrainedConfig
 from openrlhf_ext.fp8.recipe import LayerShape, differing_tensors
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.options import Violation
+from openrlhf_ext.options import Violation, value_of
 
 # a violation has its options and its words, as in a table
 
@@ -40,7 +40,24 @@ def determinism(config: RunConfig) -> Iterator[str]:
         )
 
 
-def layers(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
+def model_violations(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
+    """FP8 suits the model of ``option``, where it is asked for."""
+    without = ["mixtures of experts"] if model.is_mixture else []
+    without += sorted({kind.no_fp8 for kind in model.attention_counts} - {""})
+    if not without:
+        yield from _layers(option, model, config)
+        yield from _widths(option, model, config)
+        return
+    for name in ("fp8.enable", "fp8.rollout_enable"):
+        if value_of(config, name):
+            yield Violation(
+                (name, option),
+                f"{name} is not supported for {' and '.join(without)}, such as the model of "
+                f"{option}; leave it out",
+            )
+
+
+def _layers(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     """FP8 is left with layers, and Megatron takes the others."""
     fp8, megatron = config.fp8, config.megatron
     if not (fp8.enable or fp8.rollout_enable):
@@ -71,7 +88,7 @@ def layers(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Vi
             )
 
 
-def widths(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
+def _widths(option: str, model: ModelShape, config: TrainedConfig) -> Iterator[Violation]:
     """TransformerEngine's products take the shards of the weights; the emulation cuts any width.
 
     Its FP8 products want multiples of 16, and blocks of activations that sequence parallelism

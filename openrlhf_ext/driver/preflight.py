@@ -3,7 +3,6 @@ users' files."""
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import resource
@@ -33,7 +32,12 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.run import checkpoints, corridor
-from openrlhf_ext.run.preflight import trained_model, unseen_inputs
+from openrlhf_ext.run.preflight import (
+    gpus_here,
+    kernel_violations,
+    trained_model,
+    unseen_inputs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +51,12 @@ def findings(config: RunConfig) -> Findings:
     files can be loaded."""
     if unusable := own_algorithm_problems(config):
         return Findings((*unusable, *checkpoint_violations(config), *machine_violations()), ())
-    options, here = option_findings(config), [*exact_violations(config), *engine_violations(config)]
+    options = option_findings(config)
+    of_machine = [
+        *exact_violations(config),
+        *engine_violations(config),
+        *kernel_violations(config),
+    ]
     asks = config.dry_run or config.dry_run_json  # of a run that may be on another machine
     violations = [
         *options.violations,
@@ -58,13 +67,13 @@ def findings(config: RunConfig) -> Findings:
         *checkpoint_violations(config),
         *guide_violations(config),
         *machine_violations(),
-        *([] if asks else here),
+        *([] if asks else of_machine),
         *corridor.violations(config),
     ]
     warnings = (
         *unread_warnings(config),
         *transport_warnings(config),
-        *(f"on this machine, {violation.message}" for violation in here if asks),
+        *(f"on this machine, {violation.message}" for violation in of_machine if asks),
         *options.warnings,
     )
     return Findings(tuple(violations), warnings)
@@ -79,6 +88,7 @@ def check_downloaded(config: RunConfig) -> None:
         guide_violations,
         exact_violations,
         engine_violations,
+        kernel_violations,
     )
     _require([violation for rule in rules for violation in rule(config)])
 
@@ -429,15 +439,11 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
 def transport_warnings(config: RunConfig) -> Iterator[str]:
     """A transport that needs GPUs, where this machine has none: a run here would end, one on other
     nodes may not."""
-    if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not _gpus_here():
+    if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not gpus_here():
         yield (
             f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, but this machine has none: "
             "the nodes of the run must have them; auto uses gloo without GPUs"
         )
-
-
-def _gpus_here() -> list[str]:
-    return glob.glob("/dev/nvidia[0-9]*")
 
 
 def _starts_here() -> bool:
@@ -452,7 +458,7 @@ def exact_violations(config: RunConfig) -> Iterator[Violation]:
         return
     if (problem := limits.vllm_problem()) is not None:
         yield Violation((EXACT,), f"{EXACT}: {problem}; install that release, or leave {EXACT} out")
-    if _gpus_here() or not _starts_here():
+    if gpus_here() or not _starts_here():
         return
     if (problem := limits.processor_problem()) is not None:
         yield Violation((EXACT,), f"{EXACT}: {problem}; leave it out, or use another machine")
@@ -474,7 +480,7 @@ def exact_violations(config: RunConfig) -> Iterator[Violation]:
 
 def engine_violations(config: RunConfig) -> Iterator[Violation]:
     """What vLLM's CPU build lacks, if engines start here without a GPU."""
-    if _starts_here() and not _gpus_here():
+    if _starts_here() and not gpus_here():
         yield from cpu_engine_violations(config)
 
 

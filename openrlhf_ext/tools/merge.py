@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.model.adapter import WEIGHTS, Adapter, base_of, module_name, read_adapter
 from openrlhf_ext.megatron.model.hf_files import (
+    FLOAT_DTYPES,
     HFCheckpoint,
     HFRows,
     WeightMapError,
@@ -23,7 +24,6 @@ from openrlhf_ext.megatron.model.hf_files import (
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.weight_map import HFTensor, adapter_shape, hf_tensors
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ENTRIES_AT_ONCE = 1 << 26
 
 
@@ -47,7 +47,7 @@ def merge(
     tensors = hf_tensors(shape)
     # a checkpoint that is written has one
     dtype = max(
-        (_DTYPES[weights.header(tensor.name)[1]] for tensor in tensors),
+        (FLOAT_DTYPES[weights.header(tensor.name)[1]] for tensor in tensors),
         key=lambda one: one.itemsize,
     )
     rows = (part for tensor in tensors for part in _merged(tensor, weights, low_rank, found, dtype))

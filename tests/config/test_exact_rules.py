@@ -41,7 +41,7 @@ def machine() -> Iterator[pytest.MonkeyPatch]:
     of two patches of a name would outlive the other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr(preflight, "_gpus_here", list)
+        patch.setattr(preflight, "gpus_here", list)
         patch.setattr(limits, "vllm_problem", lambda: None)
         patch.setattr(limits, "processor_problem", lambda: None)
         patch.setattr(limits, "longest_sequence", lambda size, head: LONGEST)
@@ -246,7 +246,7 @@ def test_another_engine_or_processor_is_refused(refused, machine):
 def test_rules_of_a_processor_are_not_asked_where_none_computes(started, machine, elsewhere):
     machine.setattr(limits, "processor_problem", lambda: "Snail (arm64): was not tried")
     if elsewhere == "gpus":
-        machine.setattr(preflight, "_gpus_here", lambda: ["/dev/nvidia0"])
+        machine.setattr(preflight, "gpus_here", lambda: ["/dev/nvidia0"])
     else:
         machine.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     started(EXACT, "--data.max_len", str(LONGEST + 1))
@@ -264,7 +264,7 @@ def test_a_dry_run_warns_of_this_machine(started):
 def test_this_machine_is_asked(load, machine):
     machine.undo()
     machine.delenv("RAY_ADDRESS", raising=False)
-    machine.setattr(preflight, "_gpus_here", list)
+    machine.setattr(preflight, "gpus_here", list)
     config = load(EXACT, "--data.max_len", "1024")
     allowed = limits.longest_sequence(2, MODEL["hidden_size"] // MODEL["num_attention_heads"])
     found = [each.options[0] for each in preflight.exact_violations(config)]

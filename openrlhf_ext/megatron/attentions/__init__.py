@@ -49,6 +49,12 @@ class Attention(ABC):
     names: ClassVar[dict[str, tuple[str, ...]]]
     # matrices of linear layers that get no adapters
     without_adapters: ClassVar[tuple[str, ...]] = ()
+    # why a sequence cannot be split over context-parallel ranks; empty: it can
+    no_context_parallel: ClassVar[str] = ""
+    # its name, and why its linear layers cannot be FP8, in trainer or engines; empty: they can
+    no_fp8: ClassVar[str] = ""
+    # what has to be installed where there are GPUs: a module, and its requirement
+    gpu_module: ClassVar[tuple[str, str] | None] = None
 
     hidden_size: int
 

@@ -80,6 +80,9 @@ class DeltaNet(Attention):
         "self_attention.linear_out.weight": ("linear_attn.out_proj.weight",),
     }
     without_adapters = ("linear_in.weight",)
+    no_context_parallel = "the state of a gated delta net runs through the whole sequence"
+    no_fp8 = "gated delta nets, whose projections have single rows for each head"
+    gpu_module = ("fla", "flash-linear-attention==0.6.0")
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,21 +8,24 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.family import Family
 
-__all__ = ["UnknownModelType", "family_of", "model_types"]
+__all__ = ["TEXT_CLASSES", "UnknownModelType", "family_of", "model_types"]
 
 GROUP = "openrlhf_ext.families"
+# model types of images and text -> the class of their text model, whose type ends in _text
+TEXT_CLASSES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 
 _BEHIND = "norms behind attention and MLP, where a layer has no place for them"
 _SIDE_BY_SIDE = "attention and MLP side by side, and a LayerNorm before them"
 _LAYER_NORM = "a LayerNorm"
 _INTERLEAVED = "rotary embedding of neighboring entries, not of the halves of a head"
 _UNGATED = "an MLP of squared ReLU without a gate"
-_NEXT = "its projections' names and order, by key head"
-_TEXT_ONLY = "its text model alone: openrlhf-ext convert --text_only writes it"
+_NEXT = "the names and the order of its gated delta nets' projections, by key head"
+_QWEN4 = "embeddings of n-grams, a sparse index of attention, and several residual streams"
 _LATENT = "multi-head latent attention"
 _GROUPS = f"{_LATENT}, and a sigmoid router with groups and a bias of each expert"
 _STATE_SPACE = "state-space layers"
@@ -44,7 +47,7 @@ _NEEDS = {
     "minimax_m2": "a sigmoid router with a bias of each expert, and a norm of whole queries and keys",
     "gpt_oss": "attention sinks, sliding windows, biases, clamped SwiGLU and MXFP4 files",
     "qwen3_next": _NEXT,
-    "qwen3_5_moe": _TEXT_ONLY,
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _QWEN4),
     # dense models
     "olmo": "a LayerNorm without weights",
     "olmo2": f"{_BEHIND}, and a norm of whole queries and keys, not of each head's",
@@ -53,7 +56,6 @@ _NEEDS = {
     "gemma2": f"{_BEHIND}, norms scaled by 1 + w, GELU, and soft-capped scores and logits",
     "gemma3": _IMAGES,
     "gemma3_text": f"{_BEHIND}, norms scaled by 1 + w, GELU, and two rotary bases",
-    "qwen3_5": _TEXT_ONLY,
     "exaone4": f"{_BEHIND}, and no rotary embedding in layers without a window",
     "glm": f"{_INTERLEAVED}, and that of a part of the head",
     "glm4": f"{_BEHIND}, and {_INTERLEAVED}, that of a part of the head",
@@ -104,14 +106,18 @@ def model_types() -> list[str]:
 
 
 @cache
-def family_of(model_type: str) -> Family:
-    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises
-    UnknownModelType."""
+def family_of(model_type: str, checkpoint: str | Path = "CHECKPOINT") -> Family:
+    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises UnknownModelType,
+    or InputError with the command that makes a model with a family of this ``checkpoint``."""
     if model_type in {module.name for module in pkgutil.iter_modules(__path__)}:
         return import_module(f"{__name__}.{model_type}").FAMILY
     for entry in entry_points(group=GROUP).select(name=model_type):
         return entry.load()
+    refusal = f"model_type must be one of {', '.join(model_types())}, got {model_type!r}"
+    if model_type in TEXT_CLASSES:
+        raise InputError(
+            f"{refusal}, a model of images and text; write its text model, which is built, by "
+            f"openrlhf-ext convert --text_only {checkpoint} --to FOLDER, and give FOLDER"
+        )
     needs = f": it would need {_NEEDS[model_type]}" if model_type in _NEEDS else ""
-    raise UnknownModelType(
-        f"model_type must be one of {', '.join(model_types())}, got {model_type!r}{needs}"
-    )
+    raise UnknownModelType(f"{refusal}{needs}")

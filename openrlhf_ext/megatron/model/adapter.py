@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from openrlhf_ext.inputs import (
     list_of,
     read_json,
 )
-from openrlhf_ext.megatron.model.family import Family
+from openrlhf_ext.megatron.model.family import Family, Rule
 from openrlhf_ext.options.sections.models import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -82,16 +82,21 @@ def module_name(hf_name: str) -> str:
 def linear_modules(family: Family) -> tuple[str, ...]:
     """Those that peft's ``all-linear`` means: every linear of a decoder layer; of a mixture of
     experts, whose adapters no engine computes, attention's."""
-    without = {name for kind in family.attentions for name in kind.without_adapters}
-    matrices = [
+    return _modules(
         rule
         for rule in family.all_layer_rules
-        if rule.is_matrix and not rule.parameter.endswith(tuple(without))
-    ]
-    if family.mlp.is_mixture:
-        matrices = [rule for rule in matrices if ".self_attention." in rule.parameter]
-    names = (module_name(name) for rule in matrices for name in rule.hf_names)
-    return tuple(dict.fromkeys(names))
+        if rule.is_matrix
+        and not rule.parameter.endswith(_without(family))
+        and (".self_attention." in rule.parameter or not family.mlp.is_mixture)
+    )
+
+
+def _without(family: Family) -> tuple[str, ...]:
+    return tuple(name for kind in family.attentions for name in kind.without_adapters)
+
+
+def _modules(rules: Iterable[Rule]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(module_name(name) for rule in rules for name in rule.hf_names))
 
 
 def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[str, ...]:
@@ -104,6 +109,14 @@ def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[st
     if not asked or (unknown := sorted(asked - set(known))):
         found = "none" if not asked else ", ".join(unknown)
         why = "; adapters of a mixture's experts are not built" if family.mlp.is_mixture else ""
+        cut_otherwise = _modules(
+            rule for rule in family.all_layer_rules if rule.parameter.endswith(_without(family))
+        )
+        if named := [name for name in cut_otherwise if name in asked]:
+            why += (
+                f"; adapters of {', '.join(named)} are not built, which are one projection here "
+                f"and are cut part by part ({ALL_LINEAR} means the others)"
+            )
         raise InputError(
             f"target modules must be {ALL_LINEAR} or some of {', '.join(known)}, got {found}{why}"
         )

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
+# by safetensors' names
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_SHARD_BYTES = 5 << 30
 
 

@@ -33,7 +33,7 @@ from openrlhf_ext.megatron.model import positions
 from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.folder import require_one_model
 
-__all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_shape"]
+__all__ = ["ModelShape", "read_config", "read_model_shape", "read_value_scale", "read_value_shape"]
 
 
 _LLAMA3 = {
@@ -185,19 +185,18 @@ class ModelShape:
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
-def read_model_shape(model_path: str | Path, model_type: str | None = None) -> ModelShape:
+def read_model_shape(model_path: str | Path, **changes: Any) -> ModelShape:
     """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is
     none, a dimension is missing, or the model type, rotary scaling, activation or bias is not
-    built. ``model_type``: read as one of this."""
-    config = _config(model_path)
-    return _shape(config if model_type is None else config | {"model_type": model_type}, model_path)
+    built. ``changes``: entries that take the place of those in the file."""
+    return _shape(read_config(model_path) | changes, model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
     """The checkpoint's decoder with a value head, as critics and reward models build it; embeddings
     have nothing to be tied to. An entry ``value_head_prefix`` of ``config.json`` wins over the
     given HF name of the head."""
-    config = _config(model_path)
+    config = read_config(model_path)
     check(config, str(_config_path(model_path)), {}, {"value_head_prefix": TEXT})
     prefix = config.get("value_head_prefix", value_head)
     return replace(_shape(config, model_path), tied_embeddings=False, value_head=prefix)
@@ -207,7 +206,7 @@ def read_value_scale(model_path: str | Path) -> tuple[float, float] | None:
     """``mean`` and ``std`` of a reward model's ``config.json``, by which
     ``reward.normalize_enable`` divides; None: it has neither. Raises InputError: only one is there,
     or they are no mean and std."""
-    config, path = _config(model_path), _config_path(model_path)
+    config, path = read_config(model_path), _config_path(model_path)
     if "mean" not in config and "std" not in config:
         return None
     check(config, str(path), {"mean": NUMBER, "std": _POSITIVE})
@@ -218,7 +217,8 @@ def _config_path(model_path: str | Path) -> Path:
     return Path(model_path) / "config.json"
 
 
-def _config(model_path: str | Path) -> dict[str, Any]:
+def read_config(model_path: str | Path) -> dict[str, Any]:
+    """Of a folder that holds one model. Raises InputError."""
     if Path(model_path).is_file():
         raise InputError(
             f"{model_path} is a file: give the folder that holds config.json, weights and tokenizer"
@@ -276,7 +276,7 @@ _OPTIONAL = {
 def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     path = _config_path(model_path)
     try:
-        family = family_of(own_config["model_type"])
+        family = family_of(own_config["model_type"], model_path)
     except InputError as error:
         raise type(error)(f"{path}: {error}") from error
     config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)

@@ -194,7 +194,7 @@ def nearest_family(path: str | Path) -> str:
     lines = [f"tensors that {family.model_type} has not: {', '.join(more)}"] if more else []
     lines += [f"tensors that it alone has: {', '.join(fewer)}"] if fewer else []
     try:
-        read_model_shape(path, family.model_type)
+        read_model_shape(path, model_type=family.model_type)
     except InputError as error:
         lines.append(str(error))
     alike = "the same tensors and entries, which does not prove that the same is computed of them"
