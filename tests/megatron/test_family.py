@@ -31,7 +31,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from tests.launch import launch
 from tests.megatron.reference import TEMPERATURE, make_batch, reference
 from tests.megatron.test_policy import relative
-from tests.models import FAMILIES, MIXTURES, make_tiny_model
+from tests.models import FAMILIES, HYBRIDS, MIXTURES, make_tiny_model
 
 PHI3 = Family(
     model_type="stacked",
@@ -189,6 +189,9 @@ OTHERS = {
 }
 
 
+OWN = {**MIXTURES, **HYBRIDS}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_entry_of_a_families_configuration_is_built_or_refused(name, tmp_path):
     kind, _ = FAMILIES[name]
@@ -203,7 +206,7 @@ def test_every_entry_of_a_families_configuration_is_built_or_refused(name, tmp_p
         if "use_sliding_window" in kind.__annotations__
         else {}
     )
-    usual = kind(**own, num_key_value_heads=2, **switch, **MIXTURES.get(name, {})).to_dict()
+    usual = kind(**own, num_key_value_heads=2, **switch, **OWN.get(name, {})).to_dict()
     usual["layer_types"] = None
 
     def shape(**changes: Any) -> ModelShape | None:
@@ -237,13 +240,17 @@ def test_what_config_json_leaves_out_is_what_transformers_class_has(name, tmp_pa
         "vocab_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        **MIXTURES.get(name, {}),
+        **OWN.get(name, {}),
     }
     (tmp_path / "config.json").write_text(json.dumps(least))
     shape, theirs = read_model_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert shape.rotary == {
         "rope_type": "default",
-        "rope_theta": theirs.rope_parameters["rope_theta"],
+        **{
+            entry: theirs.rope_parameters[entry]
+            for entry in ("rope_theta", "partial_rotary_factor")
+            if entry in theirs.rope_parameters
+        },
     }
     assert (shape.rms_norm_eps, shape.tied_embeddings) == (
         theirs.rms_norm_eps,
