@@ -399,8 +399,7 @@ def activations(
     )
     # The checkpointed function takes the rotary table of the whole pack.
     if megatron.recompute == "full":
-        width = int(shape.head_dim * shape.rotary.get("partial_rotary_factor", 1))
-        kept += 4 * work.tokens * layout.context_parallel_size * width
+        kept += 4 * work.tokens * layout.context_parallel_size * shape.rotary_width
     final = chunks[0][0].final if stage == layout.pipeline_parallel_size - 1 else 0
     # The part after the layers is complete before any recomputation starts.
     return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)

@@ -244,13 +244,10 @@ def test_what_config_json_leaves_out_is_what_transformers_class_has(name, tmp_pa
     }
     (tmp_path / "config.json").write_text(json.dumps(least))
     shape, theirs = read_model_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert shape.rotary == {
+    assert shape.rotary | {"partial_rotary_factor": shape.rotary_width / shape.head_dim} == {
         "rope_type": "default",
-        **{
-            entry: theirs.rope_parameters[entry]
-            for entry in ("rope_theta", "partial_rotary_factor")
-            if entry in theirs.rope_parameters
-        },
+        "rope_theta": theirs.rope_parameters["rope_theta"],
+        "partial_rotary_factor": theirs.rope_parameters.get("partial_rotary_factor", 1),
     }
     assert (shape.rms_norm_eps, shape.tied_embeddings) == (
         theirs.rms_norm_eps,
@@ -348,8 +345,8 @@ def test_what_a_model_type_lacks_is_said_of_types_that_transformers_knows():
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
     known = (
-        "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3, "
-        "stacked"
+        "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_5_moe_text, qwen3_5_text, "
+        "qwen3_moe, seed_oss, smollm3, stacked"
     )
     with pytest.raises(
         InputError, match=f"must be one of {known}, got 'mixtral': it would need its experts' names"

@@ -198,8 +198,7 @@ def layer_on_a_cpu(
     rows = tokens // tp if layout.sequence_parallel else tokens
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
-    wide, rope = rows * shape.hidden_size, tokens * 4 * e * shape.head_dim
-    rope = int(rope * shape.rotary.get("partial_rotary_factor", 1))
+    wide, rope = rows * shape.hidden_size, tokens * 4 * e * shape.rotary_width
     # their input in fp32, normalized (in fp32 too, if the weight is a difference from 1), scaled
     normalized = 4 if shape.family.zero_centered else e
     norm = wide * (4 + normalized + e) + 4 * rows
@@ -240,14 +239,15 @@ def layer_on_a_cpu(
 def delta_net_on_a_cpu(kind: DeltaNet, tokens: int, tp: int, e: int) -> int:
     channels, heads = kind.channels // tp, kind.delta_value_heads // tp
     values = heads * kind.delta_value_dim
-    # what the convolution reads, what it makes, and SiLU of it: the rule's queries, keys, values
-    read = 3 * e * channels
-    # gates are a view of all that the projection made, where they are not made fp32
-    gates = e * (channels + values + 2 * heads) if e == 4 else 4 * values
-    # outputs in fp32, SiLU of the gates, normalized, scaled, and times the gates
-    normed = values * (4 + 4 + 3 * e)
+    # all that the projection made
+    projected = e * (channels + values + 2 * heads)
+    # of it what the convolution reads, what it makes, and SiLU of it: the rule's queries, keys,
+    # values; and places of tokens
+    read = 3 * e * channels + 8
+    # outputs in fp32, gates, where they are not, SiLU of them, normalized, scaled, times the gates
+    normed = values * (4 + (0 if e == 4 else 4) + 4 + 3 * e)
     # decay before and after softplus, its log, beta, and the outputs' root mean square
-    return tokens * (read + gates + normed + 5 * 4 * heads)
+    return tokens * (projected + read + normed + 5 * 4 * heads)
 
 
 def case(

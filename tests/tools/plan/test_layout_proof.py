@@ -142,6 +142,7 @@ def test_fp8_copies_of_the_weights_are_counted(tmp_path):
         ("llama", {"num_hidden_layers": 8}, ParallelLayout(16, 2, 2, 2, True, 2)),
         ("qwen3_5_text", {}, ParallelLayout(8, 2, 2, 1, True)),
         ("qwen3_5_text", {"tie_word_embeddings": True}, ParallelLayout(2, 1, 2, 1, False, 2)),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, ParallelLayout(2, 2)),
         # fewer key-value heads than ranks
         ("qwen3_5_text", {"linear_num_key_heads": 4}, ParallelLayout(4, 4)),
     ],
