@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -51,6 +54,7 @@ FAMILIES = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _EXPERTS = {
@@ -68,9 +72,14 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 80},
+}
 # of the other families whose classes' defaults are not what a test wants
 _ENTRIES: dict[str, dict[str, Any]] = {
     **MIXTURES,
+    **HYBRIDS,
     "granite": {
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.1,
@@ -78,7 +87,6 @@ _ENTRIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "qwen3_5_text": HYBRID,
 }
 
 
@@ -123,6 +131,13 @@ def make_tiny_model(
                 parameter.mul_(5)
     model.save_pretrained(path)
     return model
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a model of tests/megatron/real_configs.json."""
+    models = json.loads((Path(__file__).parent / "megatron/real_configs.json").read_text())
+    (config,) = (model["config"] for model in models if model["name"] == name)
+    return config
 
 
 def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

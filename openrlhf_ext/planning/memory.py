@@ -12,7 +12,7 @@ parallelism (docs/scaling.md), but not with FP8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, pairwise
@@ -154,7 +154,7 @@ def rank_states(
         adapters = lora.shape(shape)
         trained = sum(
             math.prod(shard)
-            for number in _stage_layers(shape, layout, stage)
+            for number in chain(*_stage_chunks(shape, layout, stage))
             for _, shard, _ in layer_shards(adapters, Cut.of(layout), adapters.attentions[number])
         )
         return States(
@@ -184,18 +184,17 @@ def _stage_parameters(
     shape: ModelShape, layout: ParallelLayout, stage: int, of_experts: bool | None = None
 ) -> list[tuple[tuple[str, int], ...]]:
     """``chunk_parameters`` of every model chunk of a stage."""
-    chunks = layout.chunk_layers(shape.num_layers)
+    cut = Cut.of(layout)
     return [
-        chunk_parameters(shape, Cut.of(layout), layers, of_experts)
-        for (at, _), layers in chunks.items()
-        if at == stage
+        chunk_parameters(shape, cut, layers, of_experts)
+        for layers in _stage_chunks(shape, layout, stage)
     ]
 
 
-def _stage_layers(shape: ModelShape, layout: ParallelLayout, stage: int) -> Iterator[int]:
-    """The numbers of a stage's layers, chunk after chunk."""
+def _stage_chunks(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[range]:
+    """The numbers of the layers of each of a stage's model chunks."""
     chunks = layout.chunk_layers(shape.num_layers)
-    return chain.from_iterable(layers for (at, _), layers in chunks.items() if at == stage)
+    return [layers for (at, _), layers in chunks.items() if at == stage]
 
 
 def _buffers(
@@ -284,7 +283,7 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: Stat
     """Bytes of the copies of linear weights (two dimensions) that layers keep beside the
     weights."""
     copies = 0
-    for number in _stage_layers(shape, layout, stage) if options.converters else ():
+    for number in chain(*_stage_chunks(shape, layout, stage)) if options.converters else ():
         shards = layer_shards(shape, Cut.of(layout), shape.attentions[number])
         matrices = [(name, math.prod(size)) for name, size, _ in shards if len(size) == 2]
         for converter in options.converters:
@@ -385,8 +384,7 @@ def activations(
     }
     chunks = [
         [of_kind[attention] for attention in shape.attentions[layers.start : layers.stop]]
-        for (at, _), layers in layout.chunk_layers(shape.num_layers).items()
-        if at == stage
+        for layers in _stage_chunks(shape, layout, stage)
     ]
     # Chunks that hold other kinds of layers count as the fullest.
     kept, recomputed = map(
@@ -401,7 +399,7 @@ def activations(
     )
     # The checkpointed function takes the rotary table of the whole pack.
     if megatron.recompute == "full":
-        kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
+        kept += 4 * work.tokens * layout.context_parallel_size * shape.rotary_width
     final = chunks[0][0].final if stage == layout.pipeline_parallel_size - 1 else 0
     # The part after the layers is complete before any recomputation starts.
     return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)

@@ -373,7 +373,8 @@ class Clock:
             read *= 1 - unread * shape.num_layers * shape.mlp.expert_weights / self.parameters
         weights = read / rate
         products = batch * self._products(2 * self.active, engines.recipe) / tp
-        cache = batch * self._request_bytes(engines) / rate
+        # A state is read and written.
+        cache = batch * (self._request_bytes(engines) + engines.request_bytes) / rate
         return max(weights, products) + cache + shape.num_layers * self.assumed.layer_us * 1e-6
 
     def _products(self, flops: float, recipe: str = "") -> float:
@@ -489,8 +490,7 @@ class Clock:
             layers
             * passes
             * tokens
-            * shape.of_layers(lambda kind: kind.token_bytes(tp, _BF16))
-            / shape.num_layers
+            * (shape.of_layers(lambda kind: kind.token_bytes(tp, _BF16)) / shape.num_layers)
             * (cp - 1)
         )
         sent = (
@@ -602,6 +602,12 @@ class Clock:
             "number of tokens (assumed; moe/load_max measures a run's); each expert of a rank "
             f"takes {EXPERT_US:g} microseconds of host time in a layer's forward pass (assumed)"
         ]
+        fixed = self.shape.of_layers(lambda kind: kind.request_bytes(1, _BF16))
+        linear = [
+            "linear attention computes at attention's rate, and a decoding step reads and writes "
+            f"the {fixed / 1e6:.0f} MB that an engine keeps for each request whatever its length "
+            "(assumed; kernels of its rule were never measured, and no published step has them)"
+        ]
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "
             f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, "
@@ -615,6 +621,7 @@ class Clock:
             f"collectives and copies {a.network:.0%} of theirs",
             *(mixture if self.shape.num_experts else []),
             *(streamed if self.on_host else []),
+            *(linear if fixed else []),
             f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of host "
             f"time, and moves {a.traffic:g} bytes per token and hidden entry besides its matrix "
             "products",

@@ -16,10 +16,19 @@ from openrlhf_ext.options import value_of
 from openrlhf_ext.planning.memory import GIB
 from openrlhf_ext.planning.search import Planner
 from tests.config.conftest import MIXTURE, MODEL
+from tests.models import published_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 STATED = yaml.safe_load((Path(__file__).parent / "stated.yaml").read_text())
 PUBLISHED = [recipe for recipe in RECIPES if recipe.stem in STATED]
+TWO_NODES = [
+    "--actor.num_nodes",
+    "2",
+    "--ds.adam_offload",
+    "false",
+    "--vllm.num_engines",
+    "4",
+]
 VARIANTS = {  # what the recipes name in their comments and docs/papers.md in its table
     "llama3.1_8b_gtpo_conflict": [
         "--rollout.n_samples_per_prompt",
@@ -36,8 +45,15 @@ VARIANTS = {  # what the recipes name in their comments and docs/papers.md in it
         "literal",
     ],
     "qwen2.5_7b_kl_cov": ["--algo.kl_cov.cov_ratio", "2e-4"],
+    "qwen3.5_27b_grpo": [*TWO_NODES],
+    "qwen3.5_35b_a3b_grpo": [*TWO_NODES, "--megatron.expert_parallel_size", "4"],
 }
-# the model of a copy
+# what a model's folder is made of: the text model of a checkpoint with images
+TEXT_MODELS = {
+    "qwen3.5_27b_grpo": "Qwen3.5-27B, its text model",
+    "qwen3.5_35b_a3b_grpo": "Qwen3.5-35B-A3B, its text model",
+}
+# or a copy
 STRETCHED = {"qwen2.5_7b_128k_grpo": "qwen2.5-7b", "qwen3_32b_64k_grpo": "qwen3-32b"}
 
 
@@ -81,9 +97,11 @@ PLANNED = {
 }
 
 
-def stretched(recipe: Path, folder: Path) -> list[str]:
-    """The model of a recipe that is a copy with another entry in its config.json, as an option;
-    else none."""
+def own_model(recipe: Path, folder: Path) -> list[str]:
+    """The model of a recipe that users make first, a text model or a copy with another entry in its
+    config.json, as an option; else none."""
+    if recipe.stem in TEXT_MODELS:
+        return written(published_config(TEXT_MODELS[recipe.stem]), folder)
     if recipe.stem not in STRETCHED:
         return []
     entry = re.search(r'^#   ("rope_scaling": .+)$', recipe.read_text(), flags=re.MULTILINE)
@@ -91,9 +109,13 @@ def stretched(recipe: Path, folder: Path) -> list[str]:
         (RECIPES[0].parents[1] / "models" / STRETCHED[recipe.stem] / "config.json").read_text()
     )
     scaled = config | {"max_position_embeddings": 32768} | json.loads(f"{{{entry[1]}}}")
-    (folder / "stretched").mkdir()
-    (folder / "stretched/config.json").write_text(json.dumps(scaled))
-    return ["--actor.model_name_or_path", "stretched"]
+    return written(scaled, folder)
+
+
+def written(config: dict[str, Any], folder: Path) -> list[str]:
+    (folder / "made").mkdir()
+    (folder / "made/config.json").write_text(json.dumps(config))
+    return ["--actor.model_name_or_path", "made"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -104,7 +126,7 @@ def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: P
     toy = (
         ["--actor.model_name_or_path", "model"]
         if recipe.stem == "smoke_cpu"
-        else stretched(recipe, run_dir)
+        else own_model(recipe, run_dir)
     )
     if "\neval." in recipe.read_text():
         toy += ["--eval.dataset", "train.jsonl"]
@@ -212,11 +234,14 @@ def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):
 
 
 @pytest.mark.parametrize(
-    "recipe", [path for path in RECIPES if path.stem in STRETCHED], ids=lambda path: path.stem
+    "recipe",
+    [path for path in RECIPES if path.stem in (*STRETCHED, *TEXT_MODELS)],
+    ids=lambda path: path.stem,
 )
-def test_the_table_of_long_recipes_is_what_plan_sums(run_dir: Path, recipe: Path):
-    words = ["--config", str(recipe), *stretched(recipe, run_dir)]
+def test_the_tables_of_recipes_are_what_plan_sums(run_dir: Path, recipe: Path):
+    words = ["--config", str(recipe), *own_model(recipe, run_dir)]
     laid_out = Planner(load_config(words, files=False)).as_configured()
+    assert laid_out.seconds is not None
     sampling, training = (moment.total for moment in laid_out.moments)
     sums = training, laid_out.moments[1].parts["activations"], sampling
     row = (
@@ -226,3 +251,13 @@ def test_the_table_of_long_recipes_is_what_plan_sums(run_dir: Path, recipe: Path
     table = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
     (line,) = (line for line in table.splitlines() if line.startswith(f"| `{recipe.stem}`"))
     assert line.endswith(row), row
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_recipes_of_hybrids_fit_on_two_nodes_with_adam_on_the_gpus(run_dir: Path, name: str):
+    recipe = RECIPES[0].parent / f"{name}.yaml"
+    words = ["--config", str(recipe), *own_model(recipe, run_dir), *VARIANTS[name]]
+    laid_out = Planner(load_config(words, files=False)).as_configured()
+    assert laid_out.seconds is not None and not laid_out.tight()
+    told = recipe.read_text().replace("\n#   ", " ")
+    assert " ".join(VARIANTS[name]) in told

@@ -109,9 +109,7 @@ def test_the_trainers_cut_is_that_of_the_weight_map(shape, size):
         qk_norm=False,
     )
     rules = [
-        r
-        for r in stage_rules(model, range(1), False, False)
-        if r.split in ("qkv", "gate_up", "row")
+        r for r in stage_rules(model, range(1), False, False) if r.split in ("qkv", "parts", "row")
     ]
     mapped = [
         [

@@ -34,7 +34,7 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.launch import launch
 from tests.megatron.reference import TEMPERATURE, make_batch, reference
 from tests.megatron.test_policy import relative
-from tests.models import FAMILIES, MIXTURES, make_tiny_model
+from tests.models import FAMILIES, HYBRIDS, MIXTURES, make_tiny_model
 
 PHI3 = Family(
     model_type="stacked",
@@ -206,6 +206,9 @@ OTHERS = {
 }
 
 
+OWN = {**MIXTURES, **HYBRIDS}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_entry_of_a_families_configuration_is_built_or_refused(name, tmp_path):
     kind, _ = FAMILIES[name]
@@ -220,7 +223,7 @@ def test_every_entry_of_a_families_configuration_is_built_or_refused(name, tmp_p
         if "use_sliding_window" in kind.__annotations__
         else {}
     )
-    usual = kind(**own, num_key_value_heads=2, **switch, **MIXTURES.get(name, {})).to_dict()
+    usual = kind(**own, num_key_value_heads=2, **switch, **OWN.get(name, {})).to_dict()
     usual["layer_types"] = None
 
     def shape(**changes: Any) -> ModelShape | None:
@@ -254,13 +257,14 @@ def test_what_config_json_leaves_out_is_what_transformers_class_has(name, tmp_pa
         "vocab_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        **MIXTURES.get(name, {}),
+        **OWN.get(name, {}),
     }
     (tmp_path / "config.json").write_text(json.dumps(least))
     shape, theirs = read_model_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert shape.rotary == {
+    assert shape.rotary | {"partial_rotary_factor": shape.rotary_width / shape.head_dim} == {
         "rope_type": "default",
         "rope_theta": theirs.rope_parameters["rope_theta"],
+        "partial_rotary_factor": theirs.rope_parameters.get("partial_rotary_factor", 1),
     }
     assert (shape.rms_norm_eps, shape.tied_embeddings) == (
         theirs.rms_norm_eps,
@@ -358,8 +362,8 @@ def test_what_a_model_type_lacks_is_said_of_types_that_transformers_knows():
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
     known = (
-        "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3, "
-        "stacked"
+        "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_5_moe_text, qwen3_5_text, "
+        "qwen3_moe, seed_oss, smollm3, stacked"
     )
     with pytest.raises(
         InputError, match=f"must be one of {known}, got 'mixtral': it would need its experts' names"

@@ -20,6 +20,7 @@ from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.hf_files import (
     HFCheckpoint,
     HFRows,
@@ -35,6 +36,7 @@ from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
     Shard,
+    adapter_shape,
     fill_shard,
     hf_shapes,
     hf_tensors,
@@ -46,7 +48,7 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.launch import launch
-from tests.models import make_tiny_model, make_tiny_policy, rows_of, save_tensors
+from tests.models import HYBRIDS, make_tiny_model, make_tiny_policy, rows_of, save_tensors
 
 FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
 LLAMA3_ROPE = {
@@ -135,6 +137,22 @@ def test_shards_put_together_give_the_tensor_back(models, family, tied, size):
         assert all(tuple(shard.shape) == shard_shape(rule, shape, size) for shard in shards)
         for before, after in zip(tensors, from_shards(rule, shards, shape), strict=True):
             assert torch.equal(before, after), rule
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_parts_of_unlike_layers_put_together_give_the_tensors_back(tmp_path, family):
+    """Several parts in one of several tensors, queries beside their gates, and adapters of some."""
+    make_tiny_model(tmp_path, family, linear_num_key_heads=4)
+    shape = read_model_shape(tmp_path)
+    adapted = adapter_shape(shape, Adapter(4, 8, 0.0, ("q_proj", "out_proj")))
+    for one, size in itertools.product((shape, adapted), (1, 2, 4)):
+        for rule in stage_rules(one, range(4), True, True):
+            tensors = [torch.randn(sizes) for sizes in hf_shapes(rule, one)]
+            shards = [to_shard(rule, tensors, one, rank, size) for rank in range(size)]
+            assert all(tuple(shard.shape) == shard_shape(rule, one, size) for shard in shards)
+            back = from_shards(rule, shards, one)
+            for name, before, after in zip(rule.hf_names, tensors, back, strict=True):
+                assert not name or torch.equal(before, after), rule
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,10 +9,12 @@ from collections import Counter
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model import delta_rule
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -123,6 +125,16 @@ def saved_by(policy: MegatronPolicy, batch) -> int:
     def loss(part, hidden_NH):
         return hidden_NH.float().sum(), torch.ones((), dtype=torch.int), {}
 
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+    rule = delta_rule._outputs
+
+    def uncounted(*inputs):
+        """What the plain rule keeps for a while, where a backward pass computes it again; a GPU's
+        kernels do not."""
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return rule(*inputs)
+
+    delta_rule._outputs = uncounted
+    with saved_tensors_hooks(saved.pack, saved.unpack):
         policy.schedule.run(batch, plan, loss, forward_only=False)
+    delta_rule._outputs = rule
     return saved.peak

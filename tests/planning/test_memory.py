@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from benchmarks import gpu, record
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.megatron.attentions import Attention
+from openrlhf_ext.megatron.attentions.delta_net import DeltaNet
+from openrlhf_ext.megatron.attentions.full import GatedAttention
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -26,7 +30,7 @@ from openrlhf_ext.planning.memory import (
 )
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
 from tests.launch import launch
-from tests.models import MIXTURES, make_tiny_model
+from tests.models import HYBRIDS, MIXTURES, make_tiny_model, published_config
 from tests.tools.plan.test_layout_proof import config_folder
 
 LENGTH, SEQUENCES = 256, 4
@@ -123,6 +127,42 @@ def test_states_of_a_mixture_are_those_of_the_proof(tmp_path, family):
             assert proved.optimizer <= found.optimizer <= proved.optimizer * 1.1 + 12 * 64
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_of_unlike_stages_are_those_of_the_proof(tmp_path, family):
+    """Three gated delta nets, then gated attention; without the gaps of buffers, as above."""
+    folder = config_folder(tmp_path, family, linear_num_key_heads=4)
+    shape = read_model_shape(folder)
+    experts = {EP: 2} if shape.num_experts else {}
+    for sizes in (
+        {},
+        {TP: 4, SP: True},
+        {TP: 2, SP: True, PP: 2},
+        {PP: 2, LAST: 1},
+        {PP: 2, VP: 2},
+    ):
+        layout = ParallelLayout(8, **sizes, **experts)
+        for share in prove_layout(folder, layout, torch.bfloat16, True).shares:
+            found, proved = rank_states(shape, layout, share.pipeline, StateOptions()), share.states
+            assert found.parameters == proved.parameters, layout
+            gaps = 64 * 2 * 30 * (1 + shape.num_experts)
+            assert proved.gradients <= found.gradients <= proved.gradients + 4 * gaps
+
+
+def test_what_an_engine_keeps_for_a_token_and_for_a_request_of_a_hybrid(tmp_path):
+    for name, token, request in (("27B", 64 << 10, 153.9e6), ("35B-A3B", 20 << 10, 64.4e6)):
+        config = published_config(f"Qwen3.5-{name}, its text model")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shape = read_model_shape(tmp_path)
+        assert shape.of_layers(lambda kind: kind.token_bytes(1, 2)) == token
+        # states of 128 x 128 in fp32, and three tokens of queries, keys and values in bf16
+        assert shape.of_layers(lambda kind: kind.request_bytes(1, 2)) == pytest.approx(
+            request, rel=1e-3
+        )
+        assert shape.of_layers(lambda kind: kind.request_bytes(4, 2)) == pytest.approx(
+            request / 4, rel=1e-3
+        )
+
+
 @pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "down_proj")])
 def test_adapters_states_are_those_of_built_models(tmp_path, targets):
     """That a real rank keeps no gradient or state of the base:
@@ -144,7 +184,9 @@ def test_adapters_states_are_those_of_built_models(tmp_path, targets):
         assert found.gradients < 0.5 * found.weights
 
 
-def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
+def layer_on_a_cpu(
+    shape: ModelShape, layout: ParallelLayout, work: Pass, kind: Attention
+) -> LayerActivations:
     """Of ``megatron.model.spec``'s own layers, which compute what TransformerEngine's do with a
     GPU's kernels."""
     tokens, tp, cp, e = (
@@ -156,17 +198,23 @@ def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> Lay
     rows = tokens // tp if layout.sequence_parallel else tokens
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
-    wide, rope = rows * shape.hidden_size, tokens * 4 * e * shape.head_dim
-    norm = wide * (4 + 2 * e) + 4 * rows  # its input in fp32, normalized, scaled
-    qk_norm = ((query + key) * (4 + e) + 8 * heads) if shape.qk_norm else 0
+    wide, rope = rows * shape.hidden_size, tokens * 4 * e * shape.rotary_width
+    # their input in fp32, normalized (in fp32 too, if the weight is a difference from 1), scaled
+    normalized = 4 if shape.family.zero_centered else e
+    norm = wide * (4 + normalized + e) + 4 * rows
+    qk_norm = ((query + key) * (4 + normalized) + 8 * heads) if shape.qk_norm else 0
     # values are a view of all that the projection made; context-parallel ranks gather keys and
     # values
-    operands = e * (2 * query + 3 * key)
+    is_gated = isinstance(kind, GatedAttention)
+    operands = e * (2 * query + 3 * key) + is_gated * e * query
     kept, attention, core = (
         operands + e * query,
-        norm + qk_norm + rope,
+        # a gate's sigmoid, and the product with it, of which the projection is
+        norm + qk_norm + rope + is_gated * (4 + e) * query,
         operands + e * query + 4 * heads,
     )
+    if isinstance(kind, DeltaNet):
+        kept, attention, core = 0, norm + delta_net_on_a_cpu(kind, tokens, tp, e), 0
     if cp > 1:
         chunk = LENGTH // (2 * cp)  # the rank that has most masks of its second and later chunks
         masks = tokens * cp // LENGTH * chunk * chunk * (2 * cp + 1) * e
@@ -186,6 +234,20 @@ def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> Lay
         mlp_kept = norm
     mlp, final = norm + of_mlp, wide * (e + 4) + 4 * rows
     return LayerActivations(wide * e, attention, core, kept, mlp, final, e == 4, mlp_kept)
+
+
+def delta_net_on_a_cpu(kind: DeltaNet, tokens: int, tp: int, e: int) -> int:
+    channels, heads = kind.channels // tp, kind.delta_value_heads // tp
+    values = heads * kind.delta_value_dim
+    # all that the projection made
+    projected = e * (channels + values + 2 * heads)
+    # of it what the convolution reads, what it makes, and SiLU of it: the rule's queries, keys,
+    # values; and places of tokens
+    read = 3 * e * channels + 8
+    # outputs in fp32, gates, where they are not, SiLU of them, normalized, scaled, times the gates
+    normed = values * (4 + (0 if e == 4 else 4) + 4 + 3 * e)
+    # decay before and after softplus, its log, beta, and the outputs' root mean square
+    return tokens * (projected + read + normed + 5 * 4 * heads)
 
 
 def case(
@@ -330,6 +392,20 @@ def test_mixtures_on_two_and_four_ranks(tmp_path):
         for family, more in kinds
     ]
     check(cases, 4)
+
+
+def test_hybrids_on_one_and_two_ranks(tmp_path):
+    """Stages hold unlike layers: three gated delta nets before one gated attention. Keys are narrow,
+    of which the rule's plain form may keep copies."""
+    for family in HYBRIDS:
+        make_tiny_model(tmp_path / family, family, linear_key_head_dim=4)
+    modes = ("none", "core_attn", "mlp", "full", "two by two", "block")
+    cases = [case(tmp_path / "qwen3_5_text", {"world_size": 1}, mode) for mode in modes]
+    cases.append(case(tmp_path / "qwen3_5_text", {"world_size": 1}, dtype="fp32"))
+    check([*cases, case(tmp_path / "qwen3_5_moe_text", {"world_size": 1}, "moe")], 1)
+    layouts = ({TP: 2, SP: True}, {PP: 2}, {PP: 2, LAST: 1}, {})
+    cases = [case(tmp_path / "qwen3_5_text", {"world_size": 2, **layout}) for layout in layouts]
+    check([*cases, case(tmp_path / "qwen3_5_moe_text", {"world_size": 2, EP: 2})], 2)
 
 
 def test_a_rank_on_a_gpu_kept_what_plan_says_in_every_recompute_mode():

@@ -131,14 +131,19 @@ class DeltaNet(Attention):
         return 6 * state + 2 * self.delta_conv_width * self.channels
 
     def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
-        """By reading of the layer and of flash-linear-attention 0.6.0."""
+        """By reading of the layer and of flash-linear-attention 0.6.0; not measured on a GPU."""
         tp = layout.tensor_parallel_size
+        channels = self.channels // tp
         values, heads = self.sizes["delta_values"] // tp, self.delta_value_heads // tp
-        # the convolution's input and output and its SiLU; outputs of the rule, gates, the norm's
-        # result and the projection's input
-        wide = entry * (3 * self.channels // tp + 4 * values)
-        small = heads * (2 * entry + 2 * _FP32 + _KERNEL_TRIANGLE * entry)
-        return Kept(tokens * (wide + small), 0, 0)
+        # all that comes out of the projection, and what the rule reads of it
+        read = entry * (2 * channels + values + 2 * heads)
+        # outputs of the rule and gates, which are made fp32, and SiLU of these
+        normed = (2 * _FP32 if entry == _FP32 else 3 * _FP32) * values
+        # normalized, scaled, and times the gate, which the projection after it keeps
+        normed += (2 * entry + (1 if fp8 else entry)) * values
+        # decay before and after softplus, its log, beta, and the outputs' root mean square
+        small = heads * (5 * _FP32 + _KERNEL_TRIANGLE * entry)
+        return Kept(tokens * (read + normed + small), 0, 0)
 
     def request_bytes(self, tensor_parallel_size: int, entry: int) -> int:
         """The state in fp32, and the tokens that the convolution has yet to see again."""

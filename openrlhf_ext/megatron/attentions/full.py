@@ -163,11 +163,16 @@ class GatedAttention(FullAttention):
         return super().token_weights + self.hidden_size * self.num_heads * self.head_dim
 
     def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
-        """The gate, its sigmoid in fp32, and the product with it, which the projection after it
-        keeps in the place of the result of attention."""
+        """The gate's sigmoid in fp32, and the product with it, which the projection after it keeps
+        beside the result of attention. Where attention is recomputed, the projection's whole result
+        has the gates too."""
         usual = super().kept(tokens, layout, entry, fp8)
         gates = tokens * self.num_heads * self.head_dim // layout.tensor_parallel_size
-        return Kept(usual.around + (2 * entry + 4) * gates, usual.core, usual.operands)
+        return Kept(
+            usual.around + (4 + (0 if fp8 else entry)) * gates,
+            usual.core,
+            usual.operands + (2 if fp8 else 1) * entry * gates,
+        )
 
     def megatron_arguments(self) -> dict[str, Any]:
         return {**super().megatron_arguments(), "attention_output_gate": True}

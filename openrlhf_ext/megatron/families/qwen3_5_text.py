@@ -15,7 +15,7 @@ CONFIG_DEFAULTS = {
     "linear_value_head_dim": 128,
     "partial_rotary_factor": 0.25,
 }
-_GATED = "attention of this family has an output gate"
+GATED = "attention of this family has an output gate"
 
 FAMILY = Family(
     model_type="qwen3_5_text",
@@ -24,7 +24,7 @@ FAMILY = Family(
     layer={**ATTENTIONS, **DenseMLP.names},
     config_defaults=CONFIG_DEFAULTS,
     refused={"attention_bias": NO_BIAS},
-    required={"attn_output_gate": _GATED},
+    required={"attn_output_gate": GATED},
     rotates_part=True,
     zero_centered=True,
 )

@@ -154,7 +154,7 @@ def transformer_config(
         apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
         **{
             name: value
-            for attention in shape.attention_counts
+            for attention in shape.kinds.values()
             for name, value in attention.megatron_arguments().items()
         },
         **shape.mlp.megatron_arguments(),

@@ -260,7 +260,7 @@ class Family:
 
     def _kind_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         layers, given = config["num_hidden_layers"], config.get("layer_types")
-        interval = config["full_attention_interval"]
+        interval: Any = config.get("full_attention_interval")
         if given is None and not (is_integer(interval) and interval > 0):
             yield f"full_attention_interval must be an integer above 0, got {interval!r}"
         if given is not None and len(given) != layers:
@@ -273,9 +273,11 @@ class Family:
         built = {kind.layer_type for kind in self.attentions}
         if len(built) > 1:
             yield from self._kind_problems(config)
-        if other := sorted(kinds - built - {_SLIDING}):
+        else:
+            built.add(_SLIDING)  # no sequence is longer than the window
+        if other := sorted(kinds - built):
             yield (
-                f"layer_types must be of {sorted(built | {_SLIDING})}, others are not built, got "
+                f"layer_types must be of {sorted(built)}, others are not built, got "
                 f"{', '.join(other)}"
             )
         if _SLIDING in kinds and window is None:

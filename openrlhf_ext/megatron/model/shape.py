@@ -124,17 +124,26 @@ class ModelShape:
         """What cosines and sines are multiplied by."""
         return positions.attention_factor(self.rotary)
 
+    @property
+    def rotary_width(self) -> int:
+        """Entries of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.rotary.get("partial_rotary_factor", 1))
+
     @cached_property
     def mlp(self) -> MLP:
         """The MLP of each layer."""
         return self._part(self.family.mlp)
 
     @cached_property
+    def kinds(self) -> dict[str, Attention]:
+        """The attention of each type of layer that the family has."""
+        return {kind.layer_type: self._part(kind) for kind in self.family.attentions}
+
+    @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """The attention of each layer."""
-        kinds = {kind.layer_type: self._part(kind) for kind in self.family.attentions}
-        types = self.layer_types or tuple(kinds) * self.num_layers
-        return tuple(kinds[layer_type] for layer_type in types)
+        types = self.layer_types or tuple(self.kinds) * self.num_layers
+        return tuple(self.kinds[layer_type] for layer_type in types)
 
     @cached_property
     def attention_counts(self) -> dict[Attention, int]:

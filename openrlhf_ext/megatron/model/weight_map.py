@@ -254,11 +254,13 @@ def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the
     rule's axis."""
     rows = [shape.sizes[part] for part in rule.rows]
-    if rule.split == "gated_qkv":
-        return [*_gated_qkv_runs(shape)]
-    if rule.split in ("qkv", "parts"):
-        runs = _qkv_runs(shape) if rule.split == "qkv" else _part_runs(rows, size)
-        return [_in_stack(rule, run, rows) for run in runs]
+    of_parts = {
+        "qkv": _qkv_runs(shape),
+        "gated_qkv": _gated_qkv_runs(shape),
+        "parts": _part_runs(rows, size),
+    }
+    if rule.split in of_parts:
+        return [_in_stack(rule, run, rows) for run in of_parts[rule.split]]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
     whole = Run(0, 0, hf_shapes(rule, shape)[0][rule.axis])

@@ -19,7 +19,7 @@ from openrlhf_ext.tools.plan.layout_proof import (
     format_proof,
     prove_layout,
 )
-from tests.models import EXPERTS, EXPERTS_PER_TOKEN, FAMILIES, MIXTURES
+from tests.models import EXPERTS, EXPERTS_PER_TOKEN, FAMILIES, HYBRIDS, MIXTURES
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 QWEN25_32B, QWEN3_30B_A3B = MODELS / "qwen2.5-32b", MODELS / "qwen3-30b-a3b"
@@ -44,6 +44,7 @@ def config_folder(path: Path, family: str = "qwen2", **more) -> Path:
             "num_experts_per_tok": EXPERTS_PER_TOKEN,
         }
         sizes |= own | MIXTURES[family]
+    sizes |= HYBRIDS.get(family, {})
     FAMILIES[family][0](**(sizes | more)).save_pretrained(path)
     return path
 
@@ -139,6 +140,11 @@ def test_fp8_copies_of_the_weights_are_counted(tmp_path):
         ("qwen2", {"tie_word_embeddings": True}, ParallelLayout(8, 2, 2, 2)),
         ("qwen3", {}, ParallelLayout(4, 4)),  # fewer key-value heads than ranks
         ("llama", {"num_hidden_layers": 8}, ParallelLayout(16, 2, 2, 2, True, 2)),
+        ("qwen3_5_text", {}, ParallelLayout(8, 2, 2, 1, True)),
+        ("qwen3_5_text", {"tie_word_embeddings": True}, ParallelLayout(2, 1, 2, 1, False, 2)),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, ParallelLayout(2, 2)),
+        # fewer key-value heads than ranks
+        ("qwen3_5_text", {"linear_num_key_heads": 4}, ParallelLayout(4, 4)),
     ],
 )
 def test_every_kind_of_layout(tmp_path, family, more, layout):
@@ -172,6 +178,16 @@ def test_every_kind_of_layout(tmp_path, family, more, layout):
             "qwen3_moe",
             {"world_size": 16, "expert_parallel_size": 4, "expert_tensor_parallel_size": 2},
             8,
+        ),
+        (
+            "qwen3_5_moe_text",
+            {
+                "world_size": 8,
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+                "expert_parallel_size": 2,
+            },
+            4,
         ),
         (
             "qwen2_moe",
