@@ -143,12 +143,13 @@ def _outputs(
     inputs: Inputs, chunks: Chunks, wide: torch.dtype, before_BHKV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Outputs and states after each sequence; states are in the order of ``chunks.order_B``."""
-    q, k, v, g, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # (J, H, C, ...)
+    # (J, H, C, ...)
+    q, k, v, _, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)
     q, k = _heads(q, k, v.shape[1])
     beta = beta[..., None]
     # Log of the decay since the chunk began. Its differences between near tokens are small: in fp32
     # they would have the rounding of the sums.
-    sums_JHC = g.double().cumsum(-1)
+    sums_JHC = chunks.cut(inputs.g_LH.double()).transpose(1, 2).cumsum(-1)
     since_JHC = sums_JHC.to(wide)
     causal_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = (sums_JHC[..., :, None] - sums_JHC[..., None, :]).to(wide)

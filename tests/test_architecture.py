@@ -142,6 +142,7 @@ LATE = (
     "cli/", "config/estimator.py", "config/run_config.py", "config/show.py", "driver/job.py", "driver/preflight.py",
     "driver/processes.py", "driver/engines.py", "head/kernels.py", "rollout/sync/plan.py",
     "megatron/layers/exact.py", "megatron/layers/fp8.py", "megatron/layers/lora.py", "megatron/mlps/moe.py", "ranks/",
+    "megatron/attentions/delta_net.py",
     "rollout/engine.py", "driver/trials.py", "sft/data.py", "sft/recorder.py", "tools/plan/conversion_check.py",
 )  # fmt: skip
 
@@ -232,33 +233,33 @@ def test_every_room_is_covered():
 NODES = {
     "openrlhf_ext/algorithms": 38_850,
     "openrlhf_ext/checkpoints": 7_100,
-    "openrlhf_ext/cli": 19_150,
-    "openrlhf_ext/config": 34_450,
-    "openrlhf_ext/driver": 50_900,
+    "openrlhf_ext/cli": 19_250,
+    "openrlhf_ext/config": 34_950,
+    "openrlhf_ext/driver": 51_000,
     "openrlhf_ext/exact": 5_000,
     "openrlhf_ext/fp8": 3_300,
     "openrlhf_ext/groups": 3_600,
     "openrlhf_ext/head": 13_100,
-    "openrlhf_ext/megatron": 65_650,
+    "openrlhf_ext/megatron": 71_050,
     "openrlhf_ext/options": 14_200,
-    "openrlhf_ext/planning": 20_300,
+    "openrlhf_ext/planning": 20_350,
     "openrlhf_ext/ranks": 9_250,
     "openrlhf_ext/reporting": 6_550,
     "openrlhf_ext/rewards": 24_600,
-    "openrlhf_ext/rollout": 31_050,
-    "openrlhf_ext/run": 12_300,
+    "openrlhf_ext/rollout": 31_300,
+    "openrlhf_ext/run": 12_600,
     "openrlhf_ext/sft": 8_200,
-    "openrlhf_ext/tools": 39_350,
-    "openrlhf_ext": 412_350,
-    "benchmarks": 92_000,
-    "patches": 5_700,
-    "tests/gpu": 62_100,
+    "openrlhf_ext/tools": 40_900,
+    "openrlhf_ext": 422_650,
+    "benchmarks": 93_050,
+    "patches": 6_750,
+    "tests/gpu": 62_950,
 }
 WORDS = 63_100
 FEATURES = {  # identifiers that name it -> files of the package that may
-    "expert|moe": 36,
+    "expert|moe": 38,
     "lora": 23,
-    "fp8": 19,
+    "fp8": 21,
 }
 SUPERVISED = re.compile(r"SupervisedConfig|\bsft\b|supervised", re.IGNORECASE)
 ROOT = PACKAGE.parent

@@ -354,7 +354,7 @@ def layer_activations(
     wide = rows * shape.hidden_size
     linear_input = 1 if work.fp8 else entry
     norm = wide * (entry + linear_input) + 4 * rows
-    kept = attention.kept(tokens, layout, entry, work.fp8)
+    kept = attention.kept(tokens, layout, entry, linear_input)
     mlp = norm + shape.mlp.activation_bytes(tokens, layout, entry, linear_input)
     final = wide * entry + 4 * rows
     mlp_kept = norm if shape.mlp.is_mixture else None

@@ -101,9 +101,9 @@ class Attention(ABC):
         return 0
 
     @abstractmethod
-    def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
-        """For ``tokens`` of a rank; ``entry``: bytes of an entry, ``fp8``: linear layers keep their
-        inputs in FP8."""
+    def kept(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> Kept:
+        """For ``tokens`` of a rank; ``entry``: bytes of an entry, ``linear_input``: of an entry of a
+        linear layer's input, of which the layer has a copy if they differ."""
 
     def token_bytes(self, tensor_parallel_size: int, entry: int) -> int:
         """Bytes that an engine's worker keeps for each token of a request."""

@@ -130,7 +130,7 @@ class DeltaNet(Attention):
         state = self.delta_value_heads * self.delta_key_dim * self.delta_value_dim
         return 6 * state + 2 * self.delta_conv_width * self.channels
 
-    def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
+    def kept(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> Kept:
         """By reading of the layer and of flash-linear-attention 0.6.0; not measured on a GPU."""
         tp = layout.tensor_parallel_size
         channels = self.channels // tp
@@ -140,7 +140,7 @@ class DeltaNet(Attention):
         # outputs of the rule and gates, which are made fp32, and SiLU of these
         normed = (2 * _FP32 if entry == _FP32 else 3 * _FP32) * values
         # normalized, scaled, and times the gate, which the projection after it keeps
-        normed += (2 * entry + (1 if fp8 else entry)) * values
+        normed += 3 * entry * values
         # decay before and after softplus, its log, beta, and the outputs' root mean square
         small = heads * (5 * _FP32 + _KERNEL_TRIANGLE * entry)
         return Kept(tokens * (read + normed + small), 0, 0)
@@ -161,7 +161,13 @@ class DeltaNet(Attention):
 
         return ModuleSpec(
             module=DeltaLayer,
-            params={"sizes": self},
+            params={
+                "key_heads": self.delta_key_heads,
+                "value_heads": self.delta_value_heads,
+                "key_dim": self.delta_key_dim,
+                "value_dim": self.delta_value_dim,
+                "conv_width": self.delta_conv_width,
+            },
             submodules=DeltaSubmodules(linear_in=norm_linear, linear_out=row_linear),
         )
 

@@ -91,7 +91,7 @@ class FullAttention(Attention):
     def pair_width(self) -> int:
         return self.num_heads * self.head_dim
 
-    def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
+    def kept(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> Kept:
         tp = layout.tensor_parallel_size
         query = tokens * self.num_heads * self.head_dim // tp
         heads = tokens * self.num_heads // tp
@@ -100,12 +100,11 @@ class FullAttention(Attention):
         norms = (entry * (query + key) + 8 * heads) if self.qk_norm else 0
         # With recomputation, attention keeps its arguments, whose values are a view of the
         # projection's whole result; and the projection after it keeps the result of attention
-        # (measured: docs/scaling.md).
-        operands = entry * (2 * query + 3 * key) + (0 if fp8 else entry * query)
-        # Attention and the projection after it share the result of attention, unless FP8 makes a
-        # copy.
+        # (measured: docs/scaling.md). They share it, unless the projection has a copy.
+        copied = 0 if linear_input == entry else linear_input * query
+        operands = entry * (2 * query + 3 * key) + (0 if copied else entry * query)
         core = entry * (query + 2 * key) + entry * query + 4 * heads
-        return Kept(norms + rope + (query if fp8 else 0), core, operands)
+        return Kept(norms + rope + copied, core, operands)
 
     def token_bytes(self, tensor_parallel_size: int, entry: int) -> int:
         return 2 * self._key_width(tensor_parallel_size) * entry
@@ -162,16 +161,16 @@ class GatedAttention(FullAttention):
     def token_weights(self) -> int:
         return super().token_weights + self.hidden_size * self.num_heads * self.head_dim
 
-    def kept(self, tokens: int, layout: ParallelLayout, entry: int, fp8: bool) -> Kept:
+    def kept(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> Kept:
         """The gate's sigmoid in fp32, and the product with it, which the projection after it keeps
         beside the result of attention. Where attention is recomputed, the projection's whole result
         has the gates too."""
-        usual = super().kept(tokens, layout, entry, fp8)
+        usual = super().kept(tokens, layout, entry, linear_input)
         gates = tokens * self.num_heads * self.head_dim // layout.tensor_parallel_size
         return Kept(
-            usual.around + (4 + (0 if fp8 else entry)) * gates,
+            usual.around + (4 + entry) * gates,
             usual.core,
-            usual.operands + (2 if fp8 else 1) * entry * gates,
+            usual.operands + entry * gates,
         )
 
     def megatron_arguments(self) -> dict[str, Any]:

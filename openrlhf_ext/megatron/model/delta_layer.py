@@ -29,7 +29,6 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from openrlhf_ext.delta_rule import Inputs
-from openrlhf_ext.megatron.attentions.delta_net import DeltaNet
 from openrlhf_ext.megatron.model.delta_kernels import convolved, ruled
 from openrlhf_ext.megatron.model.spec import PackedSequences
 
@@ -43,7 +42,7 @@ class DeltaSubmodules:
 
 
 class DeltaLayer(MegatronModule):
-    """``sizes``: of the whole model's layer."""
+    """The sizes are those of the whole model's layer."""
 
     def __init__(
         self,
@@ -51,20 +50,22 @@ class DeltaLayer(MegatronModule):
         submodules: DeltaSubmodules,
         layer_number: int,
         *,
-        sizes: DeltaNet,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_width: int,
         pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self.tp_group = pg_collection.tp
-        ranks, whole = pg_collection.tp.size(), sizes.sizes
-        self.value_heads = sizes.delta_value_heads // ranks
-        self.key_dim, self.value_dim = sizes.delta_key_dim, sizes.delta_value_dim
-        keys, values = whole["delta_keys"] // ranks, whole["delta_values"] // ranks
+        self.tp_group, ranks = pg_collection.tp, pg_collection.tp.size()
+        self.value_heads, self.key_dim, self.value_dim = value_heads // ranks, key_dim, value_dim
+        keys, values = key_heads // ranks * key_dim, self.value_heads * value_dim
         self.parts = [keys, keys, values, values, self.value_heads, self.value_heads]
         dtype = config.params_dtype
         channels = sum(self.parts[:3])
-        self.conv_weight = _of_rank(torch.empty(channels, 1, sizes.delta_conv_width, dtype=dtype))
+        self.conv_weight = _of_rank(torch.empty(channels, 1, conv_width, dtype=dtype))
         self.decay_log = _of_rank(torch.empty(self.value_heads, dtype=dtype))
         self.decay_bias = _of_rank(torch.empty(self.value_heads, dtype=dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-    from openrlhf_ext.rollout.in_process import OfflineEngine
-
 _SMALL_MODEL_PARAMETERS = 20_000_000
 
 # Shape suffixes: B = sequences in a batch, S = longest of them, P = longest prompt, T = prompt and
@@ -80,6 +78,22 @@ class TransformersSampler:
         return sample_completions(self._model, self._tokenizer, prompts, options)
 
 
+class CompletionEngine(Protocol):
+    """What an engine offers; ``rollout.in_process.OfflineEngine`` does."""
+
+    async def complete(
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
+        stop_token_ids: list[int],
+    ) -> list[list[int]]:
+        """Sampled tokens for each prompt's tokens, end of sequence included."""
+
+
 class EngineSampler:
     """Samples with an engine; every completion has a seed of its own, derived from (seed, problem,
     sample).
@@ -88,7 +102,7 @@ class EngineSampler:
     """
 
     def __init__(
-        self, engine: OfflineEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate
+        self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
