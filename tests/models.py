@@ -218,7 +218,12 @@ def make_tiny_policy(
         bos_token_id=None,
         **sizes,
     )
-    model_class(config).float().save_pretrained(path)
+    model = model_class(config).float()
+    if family == "qwen3_5_text":
+        # the row of padding is 0, which norms behind norms turn into a gradient of 1e10
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0].normal_(std=0.1)
+    model.save_pretrained(path)
     fast.save_pretrained(path)
 
 

@@ -30,7 +30,7 @@ def test_engines_sample_from_what_is_trained_and_transformers_reads_what_is_writ
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         assert record["kl/rollout"] < 1e-6 and record["kl/rollout_max_abs"] < 1e-4
-        assert record["weight_sync/probe_diff"] < 1e-5
+        assert record["weight_sync/probe_diff"] < 1e-5 and 0 < record["grad_norm"] < 100
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").state_dict()
     before = load_file(tmp_path / "policy/model.safetensors")
     for name in ("A_log", "dt_bias", "conv1d.weight", "norm.weight", "in_proj_qkv.weight"):
