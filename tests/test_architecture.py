@@ -255,7 +255,7 @@ NODES = {
 }
 WORDS = 63_100
 FEATURES = {  # identifiers that name it -> files of the package that may
-    "expert|moe": 36,
+    "expert|moe": 37,
     "lora": 23,
     "fp8": 19,
 }
