@@ -126,8 +126,8 @@ def chunk_parameters(
     first, last = layers.start == 0, layers.stop == shape.num_layers
     of_layers = [
         (name, math.prod(shard))
-        for attention in shape.attentions[layers.start : layers.stop]
-        for name, shard, of_expert in layer_shards(shape, cut, attention)
+        for number in layers
+        for name, shard, of_expert in layer_shards(shape, cut, shape.attentions[number])
         if of_experts is None or of_expert == of_experts
     ]
     outer = [
@@ -383,7 +383,7 @@ def activations(
         for attention in shape.attention_counts
     }
     chunks = [
-        [of_kind[attention] for attention in shape.attentions[layers.start : layers.stop]]
+        [of_kind[shape.attentions[number]] for number in layers]
         for layers in _stage_chunks(shape, layout, stage)
     ]
     # Chunks that hold other kinds of layers count as the fullest.
