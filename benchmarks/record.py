@@ -90,6 +90,13 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/model",
         "openrlhf_ext/rollout/sync/cuda_ipc.py",
     ),
+    "hybrid_cpu.json": (
+        *_TOY,
+        "openrlhf_ext/delta_rule.py",
+        "openrlhf_ext/megatron/attentions",
+        "openrlhf_ext/megatron/model/delta_layer.py",
+        "patches/vllm_gdn.py",
+    ),
     "plan_cpu.json": ("openrlhf_ext/planning", "benchmarks/published_steps.json"),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "real_model.json": (

@@ -256,6 +256,23 @@ def test_curves(call, results, tmp_path, commands, monkeypatch):
     assert len(commands.seen) == 3
 
 
+def test_hybrid(call, results, tmp_path, commands, toys, monkeypatch):
+    module = program("hybrid")
+
+    def warm_started(folder: Path, log: bool) -> None:
+        settings, tokenizer = toy_policy.PolicySettings(), toy_policy.build_tokenizer()
+        toy_policy.build_model(settings, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    toy_policy = module.toy_policy
+    for name, stand_in in (("build_model", toy_policy.build_model), ("build_policy", warm_started)):
+        monkeypatch.setattr(toy_policy, name, stand_in)
+    call(module, "--work", tmp_path / "work")
+    found = held(module, "hybrid_cpu.json")["toys"]
+    assert found["hybrid"]["parameters"] != found["dense"]["parameters"]
+    assert len(commands.seen) == 2
+
+
 def test_real_model(call, results, tmp_path):
     committed = json.loads((COMMITTED / "real_model.json").read_text())
     shutil.copy(COMMITTED / "real_model.json", results)

@@ -158,7 +158,7 @@ def test_what_engines_lack_for_models_with_gated_delta_nets(problems, load, run_
     config |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
     (run_dir / "model/config.json").write_text(json.dumps(config))
     (message,) = problems("--fp8.rollout_enable")
-    assert "fp8.rollout_enable is not supported for models with gated delta nets" in message
+    assert "fp8.rollout_enable is not supported for gated delta nets" in message
     words = ("--vllm.enable_prefix_caching", "--ds.lora.rank", "4")
     caching, adapters = (each.message for each in cpu_engine_violations(load(*words)))
     assert caching.startswith("vllm.enable_prefix_caching must be false, because the model of")
