@@ -329,7 +329,10 @@ def offline_engine_args(
     }
     if use_gpu:
         return engine_args | {"gpu_memory_utilization": gpu_share}
-    return engine_args | {"enforce_eager": True, **cpu_engine_args(options)}
+    # by which workers that vLLM spawns get its patches
+    extension = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
+    more = {"enforce_eager": True, "worker_extension_cls": extension}
+    return engine_args | more | cpu_engine_args(options)
 
 
 _Placement = tuple[dict[str, Any], dict[str, Any]]

