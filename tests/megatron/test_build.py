@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
         assert not transformer_config(shape, ParallelLayout(1), dtype, Megatron()).apply_rope_fusion
         config = transformer_config(shape, ParallelLayout(1), dtype, Megatron(rope_fusion=True))
         assert config.apply_rope_fusion == chosen
-        assert (build._spec(config, shape.family.mlp, None).layer_specs[0] == "TE layers") == chosen
+        assert (build._spec(config, shape, None).layer_specs[0] == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
     sequences = packed_sequences(part, config.apply_rope_fusion)
     assert isinstance(sequences, PackedSequences) and part.boundaries.tolist() == [0, 5, 10]
@@ -92,7 +93,7 @@ def test_experts_add_up_in_a_fixed_order_on_transformer_engine(
             config = transformer_config(mixture, ParallelLayout(1), dtype, Megatron())
             assert config.moe_permute_fusion is fixed
             if not fixed:
-                build._spec(config, mixture.family.mlp, None)
+                build._spec(config, mixture, None)
                 assert ("two passes of the same weights differ" in caplog.text) is (chosen > 2)
 
 
@@ -104,14 +105,15 @@ def test_a_mlp_that_transformer_engine_s_layers_do_not_have_is_refused(
         def submodules(*linears):
             return DenseMLP.submodules(*linears)
 
+    other = SimpleNamespace(family=SimpleNamespace(mlp=Other), attentions=shape.attentions)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())
         with pytest.raises(
             ValueError, match="have a dense MLP, not Other: megatron.param_dtype fp32"
         ):
-            build._spec(config, Other, None)
+            build._spec(config, other, None)
         config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
-        assert build._spec(config, Other, None).layer_specs[0] != "TE layers"
+        assert build._spec(config, other, None).layer_specs[0] != "TE layers"
 
 
 def test_without_transformer_engine_the_log_says_so(
@@ -120,7 +122,7 @@ def test_without_transformer_engine_the_log_says_so(
     monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())
-        spec = build._spec(config, shape.family.mlp, None)
+        spec = build._spec(config, shape, None)
         assert not config.apply_rope_fusion and spec.layer_specs[0] != "TE layers"
     assert "TransformerEngine is not installed" in caplog.text
 
