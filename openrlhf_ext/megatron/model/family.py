@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from openrlhf_ext.inputs import is_integer
 from openrlhf_ext.megatron.attentions import Attention
@@ -151,10 +151,18 @@ class Family:
     zero_centered: bool = False
 
     def __post_init__(self) -> None:
-        known = {name for kind in self.attentions for name in self.parameters(kind)}
-        if unknown := sorted(self.layer.keys() - known):
+        known: dict[str, tuple[Any, ...]] = {}
+        for kind in self.attentions:
+            known |= self.parameters(kind)
+        if unknown := sorted(self.layer.keys() - known.keys()):
             raise ValueError(
                 f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(known)}"
+            )
+        splits = get_args(Split)
+        if others := sorted({split for split, *_ in known.values()}.difference(splits)):
+            raise ValueError(
+                f"{self.model_type}: parameters are split by {', '.join(splits)}, not by "
+                f"{', '.join(others)}"
             )
 
     def parameters(self, attention: type[Attention]) -> dict[str, tuple[Any, ...]]:
