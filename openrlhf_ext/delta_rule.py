@@ -103,12 +103,13 @@ def continued(inputs: Inputs, chunks: Chunks, state_BHKV: Tensor) -> tuple[Tenso
 
 def next_tokens(inputs: Inputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
     """`continued` of one token for each sequence, by the definition."""
-    q, k, v, g, beta = (x.to(state_BHKV.dtype) for x in inputs)
-    q, k = unit(q) * k.shape[-1] ** -0.5, unit(k)
-    state = state_BHKV * g.exp()[..., None, None]
+    wide = state_BHKV.dtype
+    q, k = unit(inputs.q_LHK.to(wide)), unit(inputs.k_LHK.to(wide))
+    state = state_BHKV * inputs.g_LH.exp()[..., None, None]
     read_BHV = (k[..., None, :] @ state)[..., 0, :]
-    written_BHV = beta[..., None] * (v - read_BHV)
+    written_BHV = inputs.beta_LH[..., None] * (inputs.v_LHV.to(wide) - read_BHV)
     state = state + k[..., None] * written_BHV[..., None, :]
+    q = q * q.shape[-1] ** -0.5
     return (q[..., None, :] @ state)[..., 0, :].to(inputs.v_LHV.dtype), state
 
 
