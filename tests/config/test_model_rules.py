@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.config import format_config, placement_table
 from openrlhf_ext.config.model_rules import _heads_divisible, cpu_engine_violations, divisible
+from openrlhf_ext.driver import preflight
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
 from tests.config.conftest import MIXTURE, MODEL, TOKENIZER
@@ -153,7 +154,7 @@ def test_what_only_mixtures_or_only_dense_models_have(problems, run_dir, family,
     assert any(message in found for found in every) if message else not every, every
 
 
-def test_what_engines_lack_for_models_with_gated_delta_nets(problems, load, run_dir):
+def test_what_engines_lack_for_models_with_gated_delta_nets(problems, load, run_dir, monkeypatch):
     config = {**MODEL, "model_type": "qwen3_5_text", "head_dim": 32}
     config |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
     (run_dir / "model/config.json").write_text(json.dumps(config))
@@ -164,6 +165,10 @@ def test_what_engines_lack_for_models_with_gated_delta_nets(problems, load, run_
     assert caching.startswith("vllm.enable_prefix_caching must be false, because the model of")
     assert adapters.startswith("vllm.lora must be merged") and "engines run on CPU" in adapters
     assert not [*cpu_engine_violations(load("--ds.lora.rank", "4", "--vllm.lora", "merged"))]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for gpus, count in (([], 2), (["/dev/nvidia0"], 0)):
+        monkeypatch.setattr(preflight, "_gpus_here", lambda gpus=gpus: gpus)
+        assert len([*preflight.engine_violations(load(*words))]) == count
     (run_dir / "model/config.json").write_text(json.dumps(MODEL))
     assert not [*cpu_engine_violations(load(*words))]
 

@@ -29,7 +29,7 @@ def test_engines_sample_from_what_is_trained_and_transformers_reads_what_is_writ
     records = task.metrics("hybrid")
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
-        assert record["kl/rollout"] < 1e-6 and record["kl/rollout_max_abs"] < 1e-4
+        assert record["kl/rollout"] < 1e-6 and record["kl/rollout_max_abs"] < 1e-3
         assert record["weight_sync/probe_diff"] < 1e-5 and 0 < record["grad_norm"] < 100
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").state_dict()
     before = load_file(tmp_path / "policy/model.safetensors")

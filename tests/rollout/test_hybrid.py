@@ -255,3 +255,22 @@ def test_what_stays_behind_is_named(rig: Rig) -> None:
     ray.get(rig.engine.spoil.remote("", ()), timeout=PATIENCE_S)
     rig.send(6)
     rig.require_transformers_numbers()
+
+
+def test_a_wider_parameter_that_holds_more_than_was_sent_is_not_what_was_sent() -> None:
+    from openrlhf_ext.rollout.held_weights import _as_sent
+
+    sent = torch.tensor([1.0, -0.0, 3.0]).bfloat16()
+    assert _as_sent(sent, torch.bfloat16) is sent
+    assert _as_sent(sent.float(), torch.bfloat16).view(torch.int16).equal(sent.view(torch.int16))
+    assert not _as_sent(sent.float() + 1e-4, torch.bfloat16)[0].equal(sent[0])
+
+
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_an_engine_outside_of_a_run_has_what_states_need(share: float | None) -> None:
+    """Prefixes are cached where there are GPUs."""
+    found = launch.offline_engine_args("model", "float32", 64, Vllm(), share, {}, True)
+    assert found["mamba_ssm_cache_dtype"] == "float32"
+    assert found["enable_prefix_caching"] == (share is not None)
+    usual = launch.offline_engine_args("model", "float32", 64, Vllm(), share, {})
+    assert usual["enable_prefix_caching"] and "mamba_ssm_cache_dtype" not in usual
