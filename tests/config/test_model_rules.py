@@ -167,7 +167,7 @@ def test_what_engines_lack_for_models_with_gated_delta_nets(problems, load, run_
     assert not [*cpu_engine_violations(load("--ds.lora.rank", "4", "--vllm.lora", "merged"))]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for gpus, count in (([], 2), (["/dev/nvidia0"], 0)):
-        monkeypatch.setattr(preflight, "_gpus_here", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(preflight, "gpus_here", lambda gpus=gpus: gpus)
         assert len([*preflight.engine_violations(load(*words))]) == count
     (run_dir / "model/config.json").write_text(json.dumps(MODEL))
     assert not [*cpu_engine_violations(load(*words))]

@@ -662,7 +662,7 @@ def test_a_file_that_cannot_be_imported_is_in_the_report_of_all_mistakes(task, t
 
 
 def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
-    monkeypatch.setattr("openrlhf_ext.driver.preflight.glob.glob", lambda _: [])
+    monkeypatch.setattr("openrlhf_ext.run.preflight.glob.glob", lambda _: [])
     warnings = load(task, "--vllm.sync_backend", "nccl").warnings
     assert "vllm.sync_backend nccl needs GPUs, but this machine has none" in "".join(warnings)
 

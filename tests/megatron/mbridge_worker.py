@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import ModelType
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.mlps.dense import DenseMLP
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import block_spec
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.megatron.parity import settings
@@ -40,7 +40,9 @@ def mbridge_parameters(path: str) -> dict[str, torch.Tensor]:
         bf16=False,
     )
     bridge.has_vp_stage = True
-    bridge._get_transformer_layer_spec = lambda vp_stage=None: block_spec(bridge.config, DenseMLP)
+    bridge._get_transformer_layer_spec = lambda vp_stage=None: block_spec(
+        bridge.config, read_model_shape(path)
+    )
     (model,) = bridge.get_model(weight_path=path, bf16=False, use_cpu_initialization=True)
     return {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
 

@@ -200,6 +200,14 @@ def test_other_settings_are_refused_by_name(tmp_path, rope, said):
         assert said in str(error.value)
 
 
+def test_how_images_are_placed_changes_nothing_in_a_family_of_text(tmp_path):
+    make_tiny_model(tmp_path, "qwen3_5_text")
+    config, shape = json.loads((tmp_path / "config.json").read_text()), read_model_shape(tmp_path)
+    config["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_shape(tmp_path) == shape
+
+
 def test_two_forms_that_differ_are_refused(tmp_path):
     make_tiny_model(tmp_path, "llama", layers=1)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from openrlhf_ext import delta_rule
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import delta_rule
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings

@@ -3,7 +3,12 @@
 
 from openrlhf_ext.megatron.attentions.delta_net import DeltaNet
 from openrlhf_ext.megatron.attentions.full import GatedAttention
-from openrlhf_ext.megatron.families.qwen3_5_text import ATTENTIONS, CONFIG_DEFAULTS, GATED
+from openrlhf_ext.megatron.families.qwen3_5_text import (
+    ATTENTIONS,
+    CONFIG_DEFAULTS,
+    GATED,
+    OF_IMAGES,
+)
 from openrlhf_ext.megatron.mlps.moe import SharedMoE
 from openrlhf_ext.megatron.model.family import NO_BIAS, Family
 
@@ -19,6 +24,7 @@ FAMILY = Family(
         "attn_output_gate": GATED,
         "norm_topk_prob": "the weights of a token's experts always add up to 1 in this family",
     },
+    rope_ignored=OF_IMAGES,
     rotates_part=True,
     zero_centered=True,
 )

@@ -16,6 +16,8 @@ CONFIG_DEFAULTS = {
     "partial_rotary_factor": 0.25,
 }
 GATED = "attention of this family has an output gate"
+# how positions of images are put together; a token of text has one position
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 FAMILY = Family(
     model_type="qwen3_5_text",
@@ -25,6 +27,7 @@ FAMILY = Family(
     config_defaults=CONFIG_DEFAULTS,
     refused={"attention_bias": NO_BIAS},
     required={"attn_output_gate": GATED},
+    rope_ignored=OF_IMAGES,
     rotates_part=True,
     zero_centered=True,
 )

@@ -126,6 +126,7 @@ class Family:
     ``window_switch``: ``sliding_window`` holds only where ``use_sliding_window`` is true;
     ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary embedding, or every
     ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
+    ``rope_ignored``: rotary settings that change nothing here;
     ``rotates_part``: ``partial_rotary_factor`` may be below 1; ``zero_centered``: norms multiply by
     1 + weight.
     """
@@ -147,6 +148,7 @@ class Family:
     factors: Mapping[str, str] = field(default_factory=dict)
     window_switch: bool = False
     skips_rope: bool = False
+    rope_ignored: tuple[str, ...] = ()
     rotates_part: bool = False
     zero_centered: bool = False
 
@@ -219,6 +221,10 @@ class Family:
     def usual(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of ``config.json`` under their usual names, with those that were left out."""
         renamed = {usual: config[own] for usual, own in self.config_names.items() if own in config}
+        for form in ("rope_scaling", "rope_parameters"):
+            if self.rope_ignored and isinstance(rope := config.get(form), Mapping):
+                kept = {name: rope[name] for name in rope if name not in self.rope_ignored}
+                renamed[form] = kept
         return {**_DEFAULTS, **self.config_defaults, **config, **renamed}
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:

@@ -23,8 +23,6 @@ _FACTOR = Kind("a number of at least 1", lambda value: NUMBER.holds(value) and v
 _BASE = Kind("a number above 1", lambda value: NUMBER.holds(value) and value > 1)
 _LENGTH = Kind("an integer above 1", lambda value: is_integer(value) and value > 1)
 _SHARE = Kind("a number above 0, at most 1", lambda value: NUMBER.holds(value) and 0 < value <= 1)
-# how positions of images are put together; a token of text has one position
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _NEEDED: dict[str, dict[str, Kind]] = {
     "default": {},
     "linear": {"factor": _FACTOR},
@@ -60,11 +58,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     modeling_rope_utils.py:752, 783)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    found = {
-        name: value
-        for name, value in rope.items()
-        if value is not None and name != "type" and name not in _OF_IMAGES
-    }
+    found = {name: value for name, value in rope.items() if value is not None and name != "type"}
     found |= {"rope_type": kind, "rope_theta": found.get("rope_theta", config.get("rope_theta"))}
     if config.get(_PARTIAL) is not None:
         found[_PARTIAL] = config[_PARTIAL]
