@@ -10,7 +10,6 @@ trained by the quickstart's recipe, with the same seeds, in turns.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import replace
@@ -150,9 +149,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/hybrid"))
     asked = parser.parse_args()
     about = record.environment(*curves.PACKAGES)
-    found = about | {"toys": measured(asked.work.resolve())}
-    record.write(RESULT, found)
-    print(json.dumps(found, indent=1))
+    record.write(RESULT, about | {"toys": measured(asked.work.resolve())})
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def _outputs(
     inputs: Inputs, chunks: Chunks, wide: torch.dtype, before_BHKV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Outputs and states after each sequence; states are in the order of ``chunks.order_B``."""
-    # (J, H, C, ...)
-    q, k, v, _, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)
+    parts = inputs.q_LGK, inputs.k_LGK, inputs.v_LHV, inputs.beta_LH
+    q, k, v, beta = (chunks.cut(x.to(wide)).transpose(1, 2) for x in parts)  # (J, H, C, ...)
     q, k = _heads(q, k, v.shape[1])
     beta = beta[..., None]
     # Log of the decay since the chunk began. Its differences between near tokens are small: in fp32

@@ -169,27 +169,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="--merge: base model (default: the one that the adapter names)",
     )
-    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
-    parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
-    parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
-    parser.add_argument(
-        "--ep", type=positive, default=1, help="ranks that experts are distributed over (default 1)"
-    )
-    parser.add_argument(
-        "--etp",
-        type=positive,
-        help="ranks that each expert is split over (default: 1 with --ep, else --tp)",
-    )
-    parser.add_argument(
-        "--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)"
-    )
-    for end in ("first", "last"):
-        parser.add_argument(
-            f"--{end}_layers",
-            type=positive,
-            help=f"layers of the {end} stage (default: as many as the others)",
-        )
-    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    _add_layout(parser)
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16"),
@@ -220,7 +200,34 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if (arguments.check is None) != (arguments.to is not None):
         parser.error("--to FOLDER belongs to --merge ADAPTER or --text_only CHECKPOINT")
+    if arguments.base is not None and arguments.merge is None:
+        parser.error("--base FOLDER belongs to --merge ADAPTER")
     return arguments
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the layout that --check builds the model in."""
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
+    parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
+    parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
+    parser.add_argument(
+        "--ep", type=positive, default=1, help="ranks that experts are distributed over (default 1)"
+    )
+    parser.add_argument(
+        "--etp",
+        type=positive,
+        help="ranks that each expert is split over (default: 1 with --ep, else --tp)",
+    )
+    parser.add_argument(
+        "--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)"
+    )
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--{end}_layers",
+            type=positive,
+            help=f"layers of the {end} stage (default: as many as the others)",
+        )
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
 
 
 def _text(report, settings) -> str:

@@ -27,6 +27,7 @@ from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import PackedBatch
 from openrlhf_ext.megatron.trained import trained_of
+from openrlhf_ext.patches.environment import has_module
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,6 +99,7 @@ class BuiltModel:
         )
         for converter in settings.converters:
             converter.require()
+        self._require_kernels()
         self.config = transformer_config(
             self.shape, settings.layout, self.dtype, settings.megatron, settings.converters
         )
@@ -111,6 +113,19 @@ class BuiltModel:
             else {}
         )
         self.models = [self._wrap(chunk) for chunk in self.chunks]
+
+    def _require_kernels(self) -> None:
+        """Raises ModuleNotFoundError if this rank has a GPU and lacks what the layers need there:
+        the driver may have started on a machine that could not tell."""
+        for kind in self.shape.attention_counts if self.device.type == "cuda" else ():
+            if kind.gpu_module is None:
+                continue
+            module, requirement = kind.gpu_module
+            if not has_module(module):
+                raise ModuleNotFoundError(
+                    f"layers of {self.settings.model_path} need {requirement} on GPUs: pip install "
+                    f"{requirement}"
+                )
 
     def read_shape(self) -> ModelShape:
         return read_model_shape(self.settings.model_path)

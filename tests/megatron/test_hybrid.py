@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from openrlhf_ext.delta_rule import Inputs
+from openrlhf_ext.megatron import built
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.megatron.reference import make_batch, reference
 from tests.megatron.test_delta_rule import by_definition
@@ -90,3 +93,15 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
     twin.load_state_dict(model.state_dict())
     twin.config.use_cache = False
     return twin.double()
+
+
+def test_a_rank_with_a_gpu_says_which_kernels_it_lacks(checkpoint, monkeypatch):
+    path, _ = checkpoint
+    monkeypatch.setattr(built, "has_module", lambda name: False)
+    model = object.__new__(built.BuiltModel)
+    model.shape, model.settings = read_model_shape(path), SimpleNamespace(model_path=str(path))
+    model.device = torch.device("cpu")
+    model._require_kernels()
+    model.device = torch.device("cuda", 0)
+    with pytest.raises(ModuleNotFoundError, match="need flash-linear-attention==.* on GPUs: pip"):
+        model._require_kernels()

@@ -1,6 +1,6 @@
-"""The operations of a gated delta net over a pack, chosen by device: ``openrlhf_ext.delta_rule`` on a CPU and
-in fp32, flash-linear-attention's kernels in half precision on a GPU, where they have not run yet
-(call 1 of tests/gpu compares them with the rule).
+"""The operations of a gated delta net over a pack, chosen by device: ``openrlhf_ext.delta_rule`` on
+a CPU and in fp32, flash-linear-attention's kernels in half precision on a GPU, where they have not
+run yet (call 1 of tests/gpu compares them with the rule).
 
 Shape suffixes as in ``openrlhf_ext.delta_rule``; G = key heads.
 """
