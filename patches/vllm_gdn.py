@@ -11,11 +11,10 @@ module imports the one of images, which model_executor/models/qwen2_vl.py:43 and
 cannot without torchvision, which the CPU build does not bring; models/registry.py:1078 imports it in
 a process of its own, where there are no patches.
 
-Changes: what the kernels do not take is computed by `openrlhf_ext.delta_rule`, prompts in chunks and
-then all requests' next tokens at a time, with vLLM's own convolution in torch; states stay where and
-as vLLM's kernels have them. The two import statements bind names that import their module when they
-are first used, and these models are inspected in the engine's process. GPUs have other kernels:
-there all modules stay as they are.
+Changes: what the kernels do not take is computed by `openrlhf_ext.delta_rule`, all requests' next
+tokens at a time and then prompts in chunks; states stay where and as vLLM's kernels have them. The
+two import statements bind names that import their module when they are first used, and these models
+are inspected in the engine's process. GPUs have other kernels: there all modules stay as they are.
 
 Remove when: vLLM's CPU kernels take fp32 and all heads, and text models need no torchvision.
 """
@@ -25,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -113,10 +113,10 @@ def _compute_in_torch(module: Any) -> None:
         context = module.get_forward_context()
         layer = context.no_compile_layers[module._resolve_layer_name(layer_name)]
         heads = {layer.head_k_dim, layer.head_v_dim}
-        # with strides of their own, see above
-        mixed_qkv = mixed_qkv.clone(memory_format=torch.contiguous_format)
         takes = mixed_qkv.dtype == torch.bfloat16 and any(heads == {size} for size in _HEADS)
         if takes or context.attn_metadata is None:
+            # with strides of its own, see above
+            mixed_qkv = mixed_qkv.clone(memory_format=torch.contiguous_format)
             kernels(mixed_qkv, b, a, core_attn_out, layer_name)
             return
         PATCH.require_known_version()
@@ -139,40 +139,36 @@ def _attend(
 ) -> None:
     """Fills ``out_LHV``, and updates the states of convolution and rule in vLLM's cache. First come
     the requests with one more token each, then those that begin."""
-    from openrlhf_ext.delta_rule import Chunks, continued, next_tokens
+    import torch.nn.functional as F
 
-    conv_BDW, state_BHKV = module._conv_buffer_view(layer), module._ssm_state_view(layer)
-    slots_B, starts_B = step.non_spec_state_indices_tensor, step.non_spec_query_start_loc
-    weights = {
-        "weight": module._unpacked_conv_weight(layer),
-        "bias": layer.conv1d.bias,
-        "activation": layer.activation,
-    }
+    from openrlhf_ext.delta_rule import Chunks, Gaps, continued, continued_convolution, next_tokens
+
+    caches = module._conv_buffer_view(layer).mT, module._ssm_state_view(layer)
+    weight_D1W = module._unpacked_conv_weight(layer)[:, None]
+    starts = step.non_spec_query_start_loc.tolist()
     going, begun = step.num_decodes, step.num_decodes + step.num_prefills
-    if going:
-        slots, rows = slots_B[:going], slice(step.num_decode_tokens)
-        mixed = module.causal_conv1d_update_cpu(
-            mixed_LD[rows], conv_BDW, conv_state_indices=slots, **weights
+    for first, last in ((0, going), (going, begun)):
+        if first == last:
+            continue
+        slots_B, rows = (
+            step.non_spec_state_indices_tensor[first:last],
+            slice(starts[first], starts[last]),
         )
-        inputs = _inputs(layer, mixed, b_LH[rows], a_LH[rows])
-        out_LHV[rows], state_BHKV[slots] = next_tokens(inputs, state_BHKV[slots])
-    if begun > going:
-        slots, starts = slots_B[going:begun], starts_B[going : begun + 1]
-        rows = slice(step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens)
-        goes_on = step.has_initial_state[going:begun]
-        mixed = module.causal_conv1d_torch(
-            mixed_LD[rows].t(),
-            conv_states=conv_BDW,
-            query_start_loc=starts - step.num_decode_tokens,
-            cache_indices=slots,
-            has_initial_state=goes_on,
-            **weights,
-        ).t()
-        inputs = _inputs(layer, mixed, b_LH[rows], a_LH[rows])
-        # of a slot that another request has left
-        before = state_BHKV[slots].masked_fill(~goes_on[:, None, None, None], 0)
-        chunks = Chunks(starts.diff().tolist())
-        out_LHV[rows], state_BHKV[slots] = continued(inputs, chunks, before)
+        lengths = [end - start for start, end in pairwise(starts[first : last + 1])]
+        tail_BWD, state_BHKV = (cache.index_select(0, slots_B) for cache in caches)
+        if first == going:
+            # of a slot that another request has left
+            fresh_B = ~step.has_initial_state[first:last]
+            tail_BWD[fresh_B], state_BHKV[fresh_B] = 0, 0
+        gaps = Gaps(lengths, weight_D1W.shape[-1])
+        mixed, tail_BWD = continued_convolution(mixed_LD[rows], weight_D1W, gaps, tail_BWD)
+        inputs = _inputs(layer, F.silu(mixed), b_LH[rows], a_LH[rows])
+        if first < going:
+            out_LHV[rows] = next_tokens(inputs, state_BHKV)
+        else:
+            out_LHV[rows], state_BHKV = continued(inputs, Chunks(lengths), state_BHKV)
+        for cache, found in zip(caches, (tail_BWD, state_BHKV), strict=True):
+            cache.index_copy_(0, slots_B.long(), found)
 
 
 def _inputs(layer: Any, mixed_LD: Tensor, b_LH: Tensor, a_LH: Tensor) -> Inputs:

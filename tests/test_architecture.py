@@ -250,7 +250,7 @@ NODES = {
     "openrlhf_ext/run": 12_600,
     "openrlhf_ext/sft": 8_200,
     "openrlhf_ext/tools": 40_900,
-    "openrlhf_ext": 422_900,
+    "openrlhf_ext": 424_850,
     "benchmarks": 93_050,
     "patches": 6_750,
     "tests/gpu": 62_950,

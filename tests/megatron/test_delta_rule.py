@@ -107,14 +107,20 @@ def test_a_pack_gives_each_sequence_the_bits_that_it_has_alone(
 @given(lengths=LENGTHS, width=st.integers(1, 4))
 def test_a_convolution_sees_its_own_sequence_only(lengths: list[int], width: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    x_LD = torch.randn(sum(lengths), 5, generator=generator)
-    weight_D1W = torch.randn(5, 1, width, generator=generator)
+    x_LD = torch.randn(sum(lengths), 5, generator=generator, requires_grad=True)
+    weight_D1W = torch.randn(5, 1, width, generator=generator, requires_grad=True)
     found = causal_convolution(x_LD, weight_D1W, Gaps(lengths, width))
     rows = []
     for own in x_LD.split(lengths):
         padded = F.pad(own, (0, 0, width - 1, 0))
         windows = padded.unfold(0, width, 1)  # (tokens, channels, width)
         rows.append((windows * weight_D1W[:, 0]).sum(-1))
-    torch.testing.assert_close(found, torch.cat(rows), atol=1e-5, rtol=1e-5)
+    expected, grad_LD = torch.cat(rows), torch.randn(x_LD.shape, generator=generator)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    gradients = (
+        torch.autograd.grad(output, (x_LD, weight_D1W), grad_LD) for output in (found, expected)
+    )
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     alone = [causal_convolution(x, weight_D1W, Gaps([len(x)], width)) for x in x_LD.split(lengths)]
     assert torch.equal(found, torch.cat(alone))
