@@ -7,10 +7,12 @@ built.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from openrlhf_ext.megatron.layer_part import LayerPart
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,19 +36,13 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Attention(ABC):
-    """What the rest of the package asks of every kind. Its fields have the names and values of
-    ``ModelShape``'s."""
+class Attention(LayerPart):
+    """What the rest of the package asks of every kind of attention."""
 
     # what ``layer_types`` of config.json calls its layers
     layer_type: ClassVar[str]
     # entries of config.json that have to be there -> the largest value accepted
     entries: ClassVar[dict[str, int]]
-    # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which
-    # it builds them
-    parameters: ClassVar[dict[str, tuple[Any, ...]]]
-    # what most families call the tensors, in the order in which they are exported
-    names: ClassVar[dict[str, tuple[str, ...]]]
     # matrices of linear layers that get no adapters
     without_adapters: ClassVar[tuple[str, ...]] = ()
     # why a sequence cannot be split over context-parallel ranks; empty: it can
@@ -56,38 +52,16 @@ class Attention(ABC):
     # what has to be installed where there are GPUs: a module, and its requirement
     gpu_module: ClassVar[tuple[str, str] | None] = None
 
-    hidden_size: int
-
     @staticmethod
     @abstractmethod
     def read(config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``ModelShape`` that only this kind has, from a ``config.json``
         (``Family.usual``)."""
 
-    @staticmethod
-    def problems(config: Mapping[str, Any]) -> Iterator[str]:
-        """Settings of a ``config.json`` that this kind cannot build, one text for each."""
-        yield from ()
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, int]:
-        """Entries of each dimension that only this kind has, by its name in ``parameters``."""
-
-    @property
-    @abstractmethod
-    def divided(self) -> dict[str, int]:
-        """Counts that the tensor-parallel size must divide, by their names in messages."""
-
     @property
     def shared(self) -> dict[str, int]:
         """Counts that the tensor-parallel size must divide or be a multiple of."""
         return {}
-
-    @property
-    @abstractmethod
-    def token_weights(self) -> int:
-        """Number of weights that each token is multiplied by."""
 
     @property
     def pair_width(self) -> int:
@@ -112,10 +86,6 @@ class Attention(ABC):
     def request_bytes(self, tensor_parallel_size: int, entry: int) -> int:
         """Bytes that an engine's worker keeps for each request, whatever its length."""
         return 0
-
-    @abstractmethod
-    def megatron_arguments(self) -> dict[str, Any]:
-        """Arguments of TransformerConfig."""
 
     @abstractmethod
     def spec(self, norm: type, norm_linear: type, row_linear: type, core: type) -> ModuleSpec:

@@ -6,10 +6,12 @@ built.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from openrlhf_ext.megatron.layer_part import LayerPart
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MLP(ABC):
-    """What the rest of the package asks of every kind. Its fields have the names and values of
-    ``ModelShape``'s."""
+class MLP(LayerPart):
+    """What the rest of the package asks of every kind of MLP."""
 
     # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
     entries: ClassVar[dict[str, tuple[str, int]]]
@@ -29,37 +30,11 @@ class MLP(ABC):
     recompute_module: ClassVar[Literal["mlp", "moe"]] = "mlp"
     # field of ``ModelShape`` -> its entry of config.json, true or false
     flags: ClassVar[dict[str, str]] = {}
-    # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which
-    # it builds them;
-    # ``{expert}`` stands for the number of an expert on its rank
-    parameters: ClassVar[dict[str, tuple[Any, ...]]]
-    # what most families call the tensors, in the order in which they are exported; ``{expert}``:
-    # number of an expert
-    names: ClassVar[dict[str, tuple[str, ...]]]
-
-    hidden_size: int
 
     @staticmethod
     def problems(config: Mapping[str, Any]) -> Iterator[str]:
-        """Settings of a ``config.json`` (``Family.usual``) that this kind cannot build, one text
-        for each."""
         if config["hidden_act"] != "silu":
             yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, int]:
-        """Entries of each dimension that only this kind has, by its name in ``parameters``."""
-
-    @property
-    @abstractmethod
-    def divided(self) -> dict[str, int]:
-        """Widths that the tensor-parallel size must divide, by their names in messages."""
-
-    @property
-    @abstractmethod
-    def token_weights(self) -> int:
-        """Number of weights that each token is multiplied by."""
 
     @property
     def expert_weights(self) -> int:
@@ -87,10 +62,6 @@ class MLP(ABC):
         """Bytes that a layer's pass holds for a while, beside what autograd keeps, because tokens
         go to experts."""
         return 0
-
-    @abstractmethod
-    def megatron_arguments(self) -> dict[str, Any]:
-        """Arguments of TransformerConfig."""
 
     @staticmethod
     @abstractmethod
