@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.jobs import ONE_RANK, Job, Task
+from tests.e2e.jobs import Job, Task
 from tests.models import make_tiny_policy
 
 
@@ -18,13 +18,14 @@ from tests.models import make_tiny_policy
 def test_engines_sample_from_what_is_trained_and_transformers_reads_what_is_written(
     tmp_path: Path,
 ) -> None:
-    """Responses are longer than a chunk of the rule."""
+    """Ranks and an engine of two workers each; responses are longer than a chunk of the rule."""
     task = Task.make(tmp_path)
     shutil.rmtree(tmp_path / "policy")
     make_tiny_policy(tmp_path / "policy", "qwen3_5_text", head_dim=32, num_hidden_layers=4)
     more = {"train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true"}
     more |= {"data__max_len": 128, "rollout__max_new_tokens": 80, "algo__old_logprobs": "policy"}
-    job = Job(task.options("hybrid", **ONE_RANK, **more), tmp_path / "hybrid.log")
+    more["vllm__tensor_parallel_size"] = 2
+    job = Job(task.options("hybrid", **more), tmp_path / "hybrid.log")
     assert job.finish() == 0, job.text
     records = task.metrics("hybrid")
     assert [record["step"] for record in records] == [1, 2, 3]
