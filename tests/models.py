@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -131,13 +130,6 @@ def make_tiny_model(
                 parameter.mul_(5)
     model.save_pretrained(path)
     return model
-
-
-def published_config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a model of tests/megatron/real_configs.json."""
-    models = json.loads((Path(__file__).parent / "megatron/real_configs.json").read_text())
-    (config,) = (model["config"] for model in models if model["name"] == name)
-    return config
 
 
 def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

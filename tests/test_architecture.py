@@ -233,7 +233,7 @@ def test_every_room_is_covered():
 NODES = {
     "openrlhf_ext/algorithms": 38_850,
     "openrlhf_ext/checkpoints": 7_100,
-    "openrlhf_ext/cli": 19_300,
+    "openrlhf_ext/cli": 19_350,
     "openrlhf_ext/config": 34_950,
     "openrlhf_ext/driver": 51_000,
     "openrlhf_ext/exact": 5_000,

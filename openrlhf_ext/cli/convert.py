@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silence_libraries
@@ -36,10 +37,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(arguments: argparse.Namespace) -> int:
     from openrlhf_ext.checkpoints import CheckpointError
+    from openrlhf_ext.inputs import InputError
     from openrlhf_ext.tools.merge import merge
     from openrlhf_ext.tools.text_model import write_text_model
 
     try:
+        target = Path(arguments.to)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise InputError(
+                "--to must be a new or an empty folder, because nothing is overwritten: got "
+                f"{target}, which {'is not empty' if target.is_dir() else 'is a file'}; give "
+                "another, or remove it"
+            )
         if arguments.merge is not None:
             sizes = merge(arguments.merge, arguments.to, arguments.base)
             lines = ["with the adapter merged"]
@@ -162,7 +171,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of a published checkpoint of Qwen3.5 or Qwen3.6, to write its text model",
     )
     parser.add_argument(
-        "--to", metavar="FOLDER", help="--merge, --text_only: folder of the new checkpoint"
+        "--to",
+        metavar="FOLDER",
+        help="--merge, --text_only: new or empty folder of the checkpoint that is written",
     )
     parser.add_argument(
         "--base",

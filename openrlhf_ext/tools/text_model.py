@@ -42,8 +42,6 @@ def write_text_model(source: str | Path, target: str | Path) -> tuple[dict[str, 
     of its embedding; returns the size of every file in bytes, and what to tell the user. Raises
     InputError, WeightMapError: it is not such a checkpoint, or its tensors are not those of
     ``config.json``."""
-    if Path(source).resolve() == Path(target).resolve():
-        raise InputError(f"--to must be another folder than the checkpoint's, got {target}")
     config = _text_config(source)
     shape = read_model_shape(source, **config)
     checkpoint = _TextPart(source)

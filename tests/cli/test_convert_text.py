@@ -174,6 +174,25 @@ def test_the_command_is_named_where_the_published_form_is_given(published, capsy
     assert "nearest" not in said
 
 
+@pytest.mark.parametrize("target", ["a folder", "a file", "itself"])
+def test_nothing_is_overwritten(published, tmp_path, capsys, target):
+    kept = tmp_path / "model"
+    if target == "a folder":
+        kept.mkdir()
+        (kept / "metrics.jsonl").write_text("{}")
+    elif target == "a file":
+        kept.write_text("")
+    else:
+        kept.symlink_to(published)
+    before = sorted(kept.rglob("*"))
+    assert convert.main(["--text_only", str(published), "--to", str(kept)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"--to must be a new or an empty folder, because nothing is overwritten: got {kept}" in said
+    )
+    assert sorted(kept.rglob("*")) == before
+
+
 @pytest.mark.parametrize("words", [["--text_only", "a"], ["--check", "a", "--to", "b"]])
 def test_a_folder_to_write_to_belongs_to_what_is_written(words, capsys):
     with pytest.raises(SystemExit):

@@ -16,9 +16,9 @@ from openrlhf_ext.options import value_of
 from openrlhf_ext.planning.memory import GIB
 from openrlhf_ext.planning.search import Planner
 from tests.config.conftest import MIXTURE, MODEL
-from tests.models import published_config
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS, RECIPES = CONFIGS / "models", sorted((CONFIGS / "recipes").glob("*.yaml"))
 STATED = yaml.safe_load((Path(__file__).parent / "stated.yaml").read_text())
 PUBLISHED = [recipe for recipe in RECIPES if recipe.stem in STATED]
 TWO_NODES = [
@@ -48,12 +48,12 @@ VARIANTS = {  # what the recipes name in their comments and docs/papers.md in it
     "qwen3.5_27b_grpo": [*TWO_NODES],
     "qwen3.5_35b_a3b_grpo": [*TWO_NODES, "--megatron.expert_parallel_size", "4"],
 }
-# what a model's folder is made of: the text model of a checkpoint with images
+# whose model is the text model of a checkpoint with images
 TEXT_MODELS = {
-    "qwen3.5_27b_grpo": "Qwen3.5-27B, its text model",
-    "qwen3.5_35b_a3b_grpo": "Qwen3.5-35B-A3B, its text model",
+    "qwen3.5_27b_grpo": "qwen3.5-27b-text",
+    "qwen3.5_35b_a3b_grpo": "qwen3.5-35b-a3b-text",
 }
-# or a copy
+# whose model is a copy with another entry
 STRETCHED = {"qwen2.5_7b_128k_grpo": "qwen2.5-7b", "qwen3_32b_64k_grpo": "qwen3-32b"}
 
 
@@ -101,20 +101,14 @@ def own_model(recipe: Path, folder: Path) -> list[str]:
     """The model of a recipe that users make first, a text model or a copy with another entry in its
     config.json, as an option; else none."""
     if recipe.stem in TEXT_MODELS:
-        return written(published_config(TEXT_MODELS[recipe.stem]), folder)
+        return ["--actor.model_name_or_path", str(MODELS / TEXT_MODELS[recipe.stem])]
     if recipe.stem not in STRETCHED:
         return []
     entry = re.search(r'^#   ("rope_scaling": .+)$', recipe.read_text(), flags=re.MULTILINE)
-    config = json.loads(
-        (RECIPES[0].parents[1] / "models" / STRETCHED[recipe.stem] / "config.json").read_text()
-    )
+    config = json.loads((MODELS / STRETCHED[recipe.stem] / "config.json").read_text())
     scaled = config | {"max_position_embeddings": 32768} | json.loads(f"{{{entry[1]}}}")
-    return written(scaled, folder)
-
-
-def written(config: dict[str, Any], folder: Path) -> list[str]:
     (folder / "made").mkdir()
-    (folder / "made/config.json").write_text(json.dumps(config))
+    (folder / "made/config.json").write_text(json.dumps(scaled))
     return ["--actor.model_name_or_path", "made"]
 
 
@@ -153,7 +147,7 @@ def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: P
 def test_a_dry_run_says_what_does_not_fit(capsys):
     recipe = ["--config", str(RECIPES[0].parent / "qwen2.5_7b_gtpo_entropy.yaml"), "--dry_run"]
     large = ["--train.max_tokens_per_gpu", "200000", "--rollout.max_tokens_per_gpu", "200000"]
-    model = str(RECIPES[0].parents[1] / "models/qwen2.5-7b")
+    model = str(MODELS / "qwen2.5-7b")
     assert train_ppo_ray.main([*recipe, *large, "--actor.model_name_or_path", model]) == 0
     out = capsys.readouterr().out
     assert re.match(

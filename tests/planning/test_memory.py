@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ from openrlhf_ext.planning.memory import (
 )
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
 from tests.launch import launch
-from tests.models import HYBRIDS, MIXTURES, make_tiny_model, published_config
+from tests.models import HYBRIDS, MIXTURES, make_tiny_model
 from tests.tools.plan.test_layout_proof import config_folder
 
 LENGTH, SEQUENCES = 256, 4
@@ -148,11 +147,10 @@ def test_states_of_unlike_stages_are_those_of_the_proof(tmp_path, family):
             assert proved.gradients <= found.gradients <= proved.gradients + 4 * gaps
 
 
-def test_what_an_engine_keeps_for_a_token_and_for_a_request_of_a_hybrid(tmp_path):
-    for name, token, request in (("27B", 64 << 10, 153.9e6), ("35B-A3B", 20 << 10, 64.4e6)):
-        config = published_config(f"Qwen3.5-{name}, its text model")
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        shape = read_model_shape(tmp_path)
+def test_what_an_engine_keeps_for_a_token_and_for_a_request_of_a_hybrid():
+    models = Path(__file__).parents[2] / "configs/models"
+    for name, token, request in (("27b", 64 << 10, 153.9e6), ("35b-a3b", 20 << 10, 64.4e6)):
+        shape = read_model_shape(models / f"qwen3.5-{name}-text")
         assert shape.of_layers(lambda kind: kind.token_bytes(1, 2)) == token
         # states of 128 x 128 in fp32, and three tokens of queries, keys and values in bf16
         assert shape.of_layers(lambda kind: kind.request_bytes(1, 2)) == pytest.approx(

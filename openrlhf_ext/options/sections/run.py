@@ -450,7 +450,9 @@ class Data(Texts):
 
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
-    max_samples: Int = option(int(1e8), "prompts used from the dataset", ge=1)
+    max_samples: Int = option(
+        int(1e8), "prompts used from each dataset, also from those of eval.dataset", ge=1
+    )
     prompt_dataset: str | None = option(
         None,
         "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several "

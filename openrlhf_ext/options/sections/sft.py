@@ -65,7 +65,9 @@ class SupervisedData(Texts):
         None, "shares of the datasets, separated by commas; null = concatenate"
     )
     dataset_split: str = option("train", "split of data.dataset")
-    max_samples: Int = option(1000000, "examples used from the dataset", ge=1)
+    max_samples: Int = option(
+        1000000, "examples used from each dataset, also from those of eval.dataset", ge=1
+    )
     max_len: Int = option(
         2048,
         "longest example, prompt and answer together, tokens: longer ones are cut, and examples "
