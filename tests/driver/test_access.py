@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -104,6 +104,13 @@ def processes() -> list[psutil.Process]:
     return [psutil.Process(), *children(psutil.Process())]
 
 
+def said(ask: Callable[[psutil.Process], Any], of: list[psutil.Process]) -> Iterator[Any]:
+    """Their answers; one of an earlier test may end meanwhile."""
+    for process in of:
+        with suppress(psutil.NoSuchProcess):
+            yield ask(process)
+
+
 def listeners() -> set[Listener]:
     found = set()
     for process in processes():
@@ -115,6 +122,18 @@ def listeners() -> set[Listener]:
                     address = connection.laddr.ip.removeprefix("::ffff:")
                     found.add(Listener(address, connection.laddr.port, name))
     return found
+
+
+def ports_of_others(address: str) -> set[int]:
+    """Where programs beside this one listen, such as the tests of another worker."""
+    own = {(listener.address, listener.port) for listener in listeners()}
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr.ip.removeprefix("::ffff:") in (address, "0.0.0.0", "::")
+        and tuple(connection.laddr) not in own
+    }
 
 
 def settings() -> dict[str, str | None]:
@@ -169,7 +188,7 @@ def test_no_port_of_a_local_run_answers_at_another_address_of_this_machine(run):
     ports = {listener.port for listener in listening}
     assert run.port in ports and len(ports) > 8
     for address in other_addresses():
-        for port in ports:
+        for port in ports - ports_of_others(address):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=PATIENCE_S).close()
     with pytest.raises(ConnectionError, match="does not answer"):
@@ -217,11 +236,11 @@ def test_the_token_is_in_one_file_that_only_the_user_reads(run):
         and run.token_file.parent.stat().st_mode & 0o777 == 0o700
     )
     assert len(run.token) == 64
-    words = [" ".join(process.cmdline()) for process in processes()]
+    words = [" ".join(found) for found in said(psutil.Process.cmdline, processes())]
     logs = [
         path.read_text(errors="replace") for path in run.logs.parent.rglob("*") if path.is_file()
     ]
-    environments = [str(process.environ()) for process in processes()[1:]]
+    environments = [str(found) for found in said(psutil.Process.environ, processes()[1:])]
     assert len(logs) > 8 and not any(run.token in text for text in [*words, *logs, *environments])
 
 
