@@ -64,8 +64,16 @@ def fullest(config: RunConfig) -> float:
     return max(moment.total for moment in moments) / laid_out.memory
 
 
-CROWDED = {("qwen2.5-32b", 8), ("qwen3-32b", 8), ("qwen3-30b-a3b", 8)}
+CROWDED = {
+    ("qwen2.5-32b", 8),
+    ("qwen3-32b", 8),
+    ("qwen3-30b-a3b", 8),
+    ("qwen3.5-27b-text", 8),
+    ("qwen3.5-35b-a3b-text", 8),
+}
 """States alone take most of the GPU."""
+TOO_LONG = {("qwen3.5-35b-a3b-text", 8, 32768)}
+"""With ranks and engines on the same GPUs the activations do not fit beside the states."""
 TOO_FEW = {
     ("llama-3.1-70b", 4, False),
     ("llama-3.1-70b", 8, False),
@@ -73,6 +81,8 @@ TOO_FEW = {
     # 18 bytes a parameter are more than these GPUs have
     ("qwen2.5-32b", 4, False),
     ("qwen3-32b", 4, False),
+    ("qwen3.5-27b-text", 4, False),
+    ("qwen3.5-35b-a3b-text", 4, False),
     ("qwen3-30b-a3b", 4, False),
     ("qwen3-235b-a22b", 4, False),
     ("qwen3-235b-a22b", 8, False),
@@ -92,7 +102,7 @@ def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
         8
         if model.endswith(("70b", "32b", "a22b"))
         else 4
-        if model.endswith(("7b", "8b", "a3b"))
+        if model.removesuffix("-text").endswith(("7b", "8b", "a3b"))
         else 1
     )
     for gpus, shared, tokens in itertools.product((8, 16, 64), (False, True), (4096, 32768)):
@@ -110,7 +120,11 @@ def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
             load(model, ranks, **options),
             load_config(words(model, ranks, **options), files=False),
         )
-        assert fullest(config) <= (1 if (model, ranks) in CROWDED else 0.9), at
+        most = 1 if (model, ranks) in CROWDED else 0.9
+        if (model, ranks, tokens) in TOO_LONG:
+            assert any("no other layout of these GPUs needs less" in w for w in config.warnings)
+            most = 1.05
+        assert fullest(config) <= most, at
         unchanged = sizes(config) == (1, 1, 1) and config.layout.expert_parallel_size == 1
         assert (unchanged and config.megatron.recompute == "none") == (
             fullest(as_written) <= 0.9
