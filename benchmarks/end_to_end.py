@@ -7,16 +7,22 @@
 
 Same weights, prompts, reward function, samples per update, sampling, loss (plain GRPO: mean over
 the tokens of each completion, then over completions; no KL), Adam, schedule, fp32, and number of
-cores; each system by the command or API that its users have, in an environment of its own. Two
-policies:
+cores; each system by the command or API that its users have, in an environment of its own.
+Policies:
 
   toy     the quickstart's, about a million parameters, some 23 new tokens; it learns, so there are
           seconds to an accuracy
   large   20 million parameters with random weights, 200 new tokens; speed only. Its head cannot
           choose the end of the text, so that every completion has the same length in every system,
           without an option of any system
+  smollm2 SmolLM2-135M-Instruct on the task of examples/scripts/real_model.sh, its prompts already
+          in its chat template; speed only
+  smollm2-bf16
+          the same in bf16, by default where the processor has instructions for it. TRL keeps
+          weights and Adam's states in bf16, this project in fp32
 
-One run after the other. A finished run stays in --work, and the next call does not repeat it unless
+A record keeps the rows of other processors: seconds of one processor do not compare with those of
+another. One run after the other. A finished run stays in --work, and the next call does not repeat it unless
 its settings or, for this project, its code have changed: an interrupted benchmark continues.
 """
 
@@ -36,7 +42,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,9 +58,11 @@ from benchmarks.harness import markdown_table, spread  # noqa: E402
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "end_to_end_cpu.json"
 TRL_LOCK = HERE / "end_to_end_trl.lock"
+EXAMPLES = ROOT / "examples" / "python"
 TASK_FILES = tuple(
-    ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task")
+    EXAMPLES / f"{name}.py" for name in ("toy_policy", "toy_task", "real_model", "gym_task")
 )
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 PHASES = ("generate", "logprob", "train", "sync", "other")
 PACKAGES = (
     "torch",
@@ -90,8 +98,20 @@ class Workload:
     lr: float = 3e-4
     warmup_ratio: float = 0.05
     reward: str = "benchmarks/end_to_end_arithmetic.py"
+    dtype: str = "fp32"
 
 
+# as configs/real_model.yaml
+REAL_MODEL = Workload(
+    prompts=8,
+    max_new_tokens=24,
+    steps=5,
+    eval_steps=0,
+    kv_cache_mib=256,
+    lr=4e-5,
+    warmup_ratio=0.2,
+    reward="benchmarks/end_to_end_number.py",
+)
 WORKLOADS = {
     "toy": Workload(),
     "large": Workload(
@@ -104,6 +124,8 @@ WORKLOADS = {
         lr=1e-6,
         reward="benchmarks/end_to_end_reward.py",
     ),
+    "smollm2": REAL_MODEL,
+    "smollm2-bf16": replace(REAL_MODEL, dtype="bf16"),
 }
 
 # name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of
@@ -243,19 +265,48 @@ def torch_index() -> list[str]:
 
 
 def make_policy(name: str, work: Path) -> Path:
-    """The checkpoint's folder."""
+    """The checkpoint's folder; its problems are made with it."""
+    if name.startswith("smollm2"):
+        return make_real_model(work)
     folder = data_folder(work) / name
     if not (data_folder(work) / "toy").exists():
-        script = [
-            sys.executable,
-            "examples/python/toy_policy.py",
-            "--output_dir",
-            str(data_folder(work) / "toy"),
-        ]
-        subprocess.run([*script, "--data_dir", str(data_folder(work))], check=True, cwd=ROOT)
+        toy = ["--output_dir", data_folder(work) / "toy", "--data_dir", data_folder(work)]
+        run_example("toy_policy", *toy)
     if name == "large" and not folder.exists():
         build_large_policy(folder)
     return folder
+
+
+def make_real_model(work: Path) -> Path:
+    """SmolLM2-135M-Instruct from the cache, and its problems as texts in its chat template."""
+    checkpoint = Path(run_example("real_model").split()[-1])
+    folder = data_folder(work) / "smollm2"
+    if not (folder / "train.jsonl").exists():
+        run_example("gym_task", "--output_dir", folder / "raw")
+        in_template(folder / "raw/train.jsonl", checkpoint, folder / "train.jsonl")
+    return checkpoint
+
+
+def in_template(problems: Path, checkpoint: Path, path: Path) -> None:
+    """The same problems, their questions as the model's user would ask them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    for row in rows:
+        message = {"role": "user", "content": row["question"]}
+        row["question"] = tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_example(name: str, *arguments: object) -> str:
+    """Standard output of a program of examples/python."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(
+        command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ
+    ).stdout
 
 
 def data_folder(work: Path) -> Path:
@@ -295,8 +346,10 @@ def build_large_policy(folder: Path) -> None:
 def training_file(run: Run, work: Path) -> Path:
     """Exactly the prompts of the run, so that no system needs an option to stop."""
     count = run.workload.steps * run.workload.prompts
-    path = data_folder(work) / f"train-{count}.jsonl"
-    lines = (data_folder(work) / "train.jsonl").read_text().splitlines(keepends=True)
+    real = run.policy.startswith("smollm2")
+    folder = data_folder(work) / "smollm2" if real else data_folder(work)
+    path = folder / f"train-{count}.jsonl"
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     if len(lines) < count:
         raise SystemExit(f"{count} prompts are asked for, {len(lines)} are there: fewer --steps")
     path.write_text("".join(lines[:count]))
@@ -331,6 +384,7 @@ def our_command(run: Run, work: Path, folder: Path) -> list[str]:
         "train.seed": run.seed,
         "data.max_len": load.max_len,
         "vllm.kv_cache_mib": load.kv_cache_mib,
+        "megatron.param_dtype": load.dtype,
         "eval.steps": load.eval_steps or -1,
         "ckpt.output_dir": folder / "policy",
         "logger.metrics_path": folder / "metrics.jsonl",

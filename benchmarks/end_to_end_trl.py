@@ -250,7 +250,8 @@ def main() -> None:
     output_dir = Path(settings["output_dir"])
     versions = {d.metadata["Name"]: d.version for d in distributions()}
     (output_dir / "versions.json").write_text(json.dumps(versions))
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings["dtype"]]
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     rows = read_rows(settings["train"])
     dataset = Dataset.from_list([row | {"prompt": row[settings["input_key"]]} for row in rows])

@@ -16,6 +16,7 @@ from openrlhf_ext.patches import (
     vllm_gdn,
     vllm_imports,
     vllm_moe,
+    vllm_steps,
     vllm_tied_head,
 )
 from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
@@ -28,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     vllm_gdn.PATCH,
     vllm_imports.PATCH,
     vllm_moe.PATCH,
+    vllm_steps.PATCH,
     vllm_tied_head.PATCH,
 )
 

@@ -467,6 +467,8 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
     from openrlhf_ext.rollout.scheduler import ask_at_end
 
     params = asked.clone()
+    # this request's own: OpenRLHF's `generate`, the engine, and vLLM would each copy it deeply
+    params.skip_clone = True
     params.output_kind = RequestOutputKind.FINAL_ONLY
     if params.logprobs is not None:
         params.logprobs = 0
