@@ -188,7 +188,7 @@ def test_completions_are_those_that_explain_reads(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 1, 5, 5, 10, 10]
     last = read_rollouts(path)
     assert [rollout.record["step"] for rollout in last] == [10, 10]
-    assert last[0].record["logprobs"] == [-0.1235] * 3 and last[0].record["tokens"] == ["t7"] * 3
+    assert last[0].record["logprobs"] == [-0.123456] * 3 and last[0].record["tokens"] == ["t7"] * 3
     assert last[0].record["label"] == ["7", 1.23456, None] and last[0].record["environment"] == [
         0,
         1,

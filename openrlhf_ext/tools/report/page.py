@@ -6,6 +6,7 @@ The page is ``page.html`` with one block of JSON; what is in it is made here, dr
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
@@ -13,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,16 @@ _FACTS = {
     **dict.fromkeys(("accuracy", "stderr", "score", "over_mean"), NUMBER),
 }
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
+_TOKEN_NUMBERS = (
+    "logprobs", "rollout_logprobs", "entropies", "advantages", "loss_mask", "token_weights",
+)  # fmt: skip
 _NUMBERS = {
-    **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))),
+    **dict.fromkeys(_TOKEN_NUMBERS, list_of(or_null(NUMBER))),
+    **dict.fromkeys(("environment", "token_ids"), list_of(INTEGER)),
+    "updates": INTEGER,
     "prompt": TEXT,
     "reward": NUMBER,
     "score": or_null(NUMBER),
-    "environment": list_of(INTEGER),
 }
 
 
@@ -71,6 +76,7 @@ class Run:
     records: list[Record]
     events: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
+    held_out: list[Record] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
 
@@ -162,9 +168,15 @@ def _read_run(folder: Path, name: str) -> Run:
     without = "no events, configuration, versions and hardware, and whether it ended is not known"
     events = _optional(folder / "events.jsonl", _EVENT, _FACTS, missing, without)
     samples = _optional(folder / "samples.jsonl", _SAMPLE, _NUMBERS, missing, "no completions")
+    held_out = []
+    evaluated = folder / "eval_samples.jsonl"
+    # earlier releases wrote none; it is empty before the first evaluation
+    if evaluated.is_file() and evaluated.stat().st_size:
+        without = "no held-out completions"
+        held_out = _optional(evaluated, _SAMPLE, _NUMBERS, missing, without)
     ledger = _ledger(folder / LEDGER, missing)
     # earlier releases wrote passwords down
-    return Run(name, folder, records, redacted(events), samples, missing, ledger)
+    return Run(name, folder, records, redacted(events), samples, held_out, missing, ledger)
 
 
 def _ledger(path: Path, missing: list[str]) -> list[str]:
@@ -216,8 +228,18 @@ def _optional(
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
-_SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
-_COMPLETION_TOKENS = 600
+_SAMPLED_TOKENS = 45_000  # of the page; some 80 bytes each
+# of a completion: those of its beginning and of its end, and the worst with those around them
+_COMPLETION_TOKENS, _FIRST_TOKENS, _LAST_TOKENS = 600, 300, 60
+_WORST, _AROUND = 5, 6
+_SCALES: dict[str, Any] = {
+    "gaps": "deviation",
+    "entropies": "amount",
+    "surprises": "amount",
+    "advantages": "signed",
+    "left_out": "choice",
+}
+"""What colors the tokens of completions."""
 _LISTED_EVENTS, _LISTED_FAULTS = 300, 20
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
 _HEADLINES = (
@@ -658,25 +680,37 @@ def _fact(value: Any) -> str:
 
 
 def _samples(run: Run, budget: int) -> Record:
-    """Groups of completions of as many steps as the budget of tokens holds: the last one, the
-    first, some between."""
-    by_step: dict[int, list[Record]] = {}
-    sizes: Counter[int] = Counter()
-    for sample in run.samples:
-        by_step.setdefault(sample["step"], []).append(sample)
-        sizes[sample["step"]] += min(len(sample["tokens"]), _COMPLETION_TOKENS)
+    """Groups of completions of as many steps and evaluations as the budget of tokens holds."""
+    kinds = [(held_out, own) for held_out, own in enumerate((run.samples, run.held_out)) if own]
+    steps: list[Record] = []
+    left_out = 0
+    for held_out, samples in kinds:
+        by_step: dict[int, list[Record]] = {}
+        for sample in samples:
+            by_step.setdefault(sample["step"], []).append(sample)
+        chosen = _chosen(by_step, budget // len(kinds))
+        left_out += len(by_step) - len(chosen)
+        steps += [
+            {"step": step, "held_out": bool(held_out), "groups": _groups(by_step[step])}
+            for step in chosen
+        ]
+    steps.sort(key=lambda entry: (entry["step"], entry["held_out"]))
+    _color([group for entry in steps for group in entry["groups"]])
+    return {"left_out": left_out, "steps": steps}
+
+
+def _chosen(by_step: Mapping[int, Sequence[Record]], budget: int) -> list[int]:
+    """The last step, the first, some between."""
     steps = sorted(by_step)
+    sizes = {
+        step: sum(min(len(sample["tokens"]), _COMPLETION_TOKENS) for sample in by_step[step])
+        for step in steps
+    }
     for stride in range(1, len(steps) + 1):
         chosen = sorted({steps[0], *steps[::-1][::stride]})
         if sum(sizes[step] for step in chosen) <= budget:
-            break
-    else:
-        chosen = steps[-1:]
-    return {
-        "left_out": len(steps) - len(chosen),
-        "cut": _COMPLETION_TOKENS,
-        "steps": [{"step": step, "groups": _groups(by_step[step])} for step in chosen],
-    }
+            return chosen
+    return steps[-1:]
 
 
 def _groups(samples: Sequence[Record]) -> list[Record]:
@@ -687,30 +721,91 @@ def _groups(samples: Sequence[Record]) -> list[Record]:
 
 
 def _group(name: str, samples: Sequence[Record]) -> Record:
-    quantities = {}
-    for key, scale in (("entropies", "amount"), ("advantages", "signed")):
-        rows = [(sample.get(key) or [])[:_COMPLETION_TOKENS] for sample in samples]
-        if any(rows):
-            quantities[key] = _colored(key, scale, rows)
+    numbers = [_quantities(sample) for sample in samples]
+    places = [
+        _places(len(sample["tokens"]), own) for sample, own in zip(samples, numbers, strict=True)
+    ]
+    rows = {
+        key: [_at(own[key], shown) for own, shown in zip(numbers, places, strict=True)]
+        for key in _SCALES
+    }
     return {
         "name": name,
         "prompt": samples[0].get("prompt", ""),
         "label": _label(samples[0].get("label")),
-        "quantities": quantities,
-        "completions": list(map(_completion, samples)),
+        "quantities": {key: of_key for key, of_key in rows.items() if any(of_key)},
+        "completions": list(map(_completion, samples, places)),
     }
 
 
-def _completion(sample: Record) -> Record:
-    environment = sample.get("environment", [])[:_COMPLETION_TOKENS]
+def _quantities(sample: Record) -> dict[str, list[float | None]]:
+    """Of every token; empty where the file does not have what it takes."""
+    policy, engine = sample.get("logprobs", []), sample.get("rollout_logprobs", [])
+    mask = sample.get("loss_mask", [])
+    weights = sample.get("token_weights") or mask
+    gaps = [
+        None if None in (of_policy, of_engine) else round(of_policy - of_engine, 7)
+        for of_policy, of_engine in zip(policy, engine, strict=False)
+    ]
+    return {
+        # the guide's engine is another model than the policy
+        "gaps": [] if sample.get("from_guide") else gaps,
+        "entropies": sample.get("entropies", []),
+        "surprises": [None if value is None else -value for value in engine or policy],
+        "advantages": sample.get("advantages", []),
+        "left_out": [
+            int(not (kept and weight)) for kept, weight in zip(mask, weights, strict=False)
+        ],
+    }
+
+
+def _places(length: int, numbers: Mapping[str, Sequence[float | None]]) -> Sequence[int]:
+    """Which tokens of a completion the page shows: what is not finite is the worst."""
+    if length <= _COMPLETION_TOKENS:
+        return range(length)
+    places = {*range(_FIRST_TOKENS), *range(length - _LAST_TOKENS, length)}
+    worst = [
+        heapq.nlargest(_WORST, range(min(length, len(row))), key=partial(_size_at, row))
+        for key, row in numbers.items()
+        if key != "left_out"
+    ]
+    for place in chain.from_iterable(zip_longest(*worst)):
+        if place is not None:
+            near = range(max(0, place - _AROUND), min(length, place + _AROUND + 1))
+            if len(places.union(near)) <= _COMPLETION_TOKENS:
+                places.update(near)
+    return sorted(places)
+
+
+def _size_at(row: Sequence[float | None], place: int) -> float:
+    value = row[place]
+    return math.inf if value is None else abs(value)
+
+
+def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [values[place] for place in places if place < len(values)]
+
+
+def _completion(sample: Record, places: Sequence[int]) -> Record:
+    environment = _at(sample.get("environment", []), places)
+    numbers = {
+        "ids": "token_ids",
+        "policy": "logprobs",
+        "engine": "rollout_logprobs",
+        "mask": "loss_mask",
+        "weights": "token_weights",
+    }
     return {
         "reward": _number(sample.get("reward", math.nan)),
         "score": sample.get("score"),
         "truncated": bool(sample.get("truncated")),
         "guide": bool(sample.get("from_guide")),
+        "updates": sample.get("updates", 0),
         "length": len(sample["tokens"]),
-        "tokens": sample["tokens"][:_COMPLETION_TOKENS],
+        "tokens": _at(sample["tokens"], places),
+        "places": None if len(places) == len(sample["tokens"]) else places,
         "environment": environment if any(environment) else None,
+        **{name: _at(sample.get(key, []), places) for name, key in numbers.items()},
     }
 
 
@@ -721,20 +816,34 @@ def _label(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> Record:
+def _color(groups: Iterable[Record]) -> None:
+    """Gives the numbers of all groups of a prompt, which may stand beside each other, colors of one
+    scale."""
+    of_prompt: dict[tuple[str, str], list[Record]] = {}
+    for group in groups:
+        for key in group["quantities"]:
+            of_prompt.setdefault((group["prompt"], key), []).append(group["quantities"])
+    for (_, key), found in of_prompt.items():
+        rows = [row for quantities in found for row in quantities[key]]
+        values = tuple(tuple(value for value in row if value is not None) for row in rows)
+        palette = Palette(Quantity(key, "", _SCALES[key], values))
+        for quantities in found:
+            quantities[key] = _colored(palette, quantities[key])
+
+
+def _colored(palette: Palette, rows: Sequence[Sequence[float | None]]) -> Record:
     """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and
-    inks."""
-    values = tuple(tuple(value for value in row if value is not None) for row in rows)
-    palette = Palette(Quantity(key, "", scale, values))
+    inks, as a character from ``?`` on.
+    """
     colors: dict[tuple[str, str], int] = {}
 
-    def place(value: float | None) -> int:
+    def place(value: float | None) -> str:
         if value is None:
-            return -1
+            return " "
         color = palette.color(value)
-        return colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors))
+        return chr(63 + colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors)))
 
-    places = [[place(value) for value in row] for row in rows]
+    places = ["".join(map(place, row)) for row in rows]
     legend = [{"label": label, "ramp": list(map(_hex, ramp))} for label, ramp in palette.legend()]
     return {"values": rows, "places": places, "colors": list(colors), "legend": legend}
 
