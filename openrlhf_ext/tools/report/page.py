@@ -760,7 +760,8 @@ def _quantities(sample: Record) -> dict[str, list[float | None]]:
 
 
 def _places(length: int, numbers: Mapping[str, Sequence[float | None]]) -> Sequence[int]:
-    """Which tokens of a completion the page shows: what is not finite is the worst."""
+    """Which tokens of a completion the page shows: its beginning, its end, and its worst ones with
+    those around them; what is not finite is the worst."""
     if length <= _COMPLETION_TOKENS:
         return range(length)
     places = {*range(_FIRST_TOKENS), *range(length - _LAST_TOKENS, length)}
@@ -774,7 +775,8 @@ def _places(length: int, numbers: Mapping[str, Sequence[float | None]]) -> Seque
             near = range(max(0, place - _AROUND), min(length, place + _AROUND + 1))
             if len(places.union(near)) <= _COMPLETION_TOKENS:
                 places.update(near)
-    return sorted(places)
+    others = [place for place in range(length) if place not in places]
+    return sorted(places.union(others[: _COMPLETION_TOKENS - len(places)]))
 
 
 def _size_at(row: Sequence[float | None], place: int) -> float:
