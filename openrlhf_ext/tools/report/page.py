@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.resources import files
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from openrlhf_ext.reporting.lines import Record, read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.reporting.starts import Start, starts_of
 from openrlhf_ext.run.ledger import LEDGER, Audit
-from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
 _ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
 _BEGINS = {"start", "restart", "resumed"}
@@ -55,9 +54,10 @@ _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
 _TOKEN_NUMBERS = (
     "logprobs", "rollout_logprobs", "entropies", "advantages", "loss_mask", "token_weights",
 )  # fmt: skip
+_TOKEN_INTEGERS = ("environment", "token_ids")
 _NUMBERS = {
     **dict.fromkeys(_TOKEN_NUMBERS, list_of(or_null(NUMBER))),
-    **dict.fromkeys(("environment", "token_ids"), list_of(INTEGER)),
+    **dict.fromkeys(_TOKEN_INTEGERS, list_of(INTEGER)),
     "updates": INTEGER,
     "prompt": TEXT,
     "reward": NUMBER,
@@ -228,18 +228,10 @@ def _optional(
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
-_SAMPLED_TOKENS = 45_000  # of the page; some 80 bytes each
+_SAMPLED_TOKENS = 45_000  # of the page; some 60 bytes each
 # of a completion: those of its beginning and of its end, and the worst with those around them
 _COMPLETION_TOKENS, _FIRST_TOKENS, _LAST_TOKENS = 600, 300, 60
-_WORST, _AROUND = 5, 6
-_SCALES: dict[str, Any] = {
-    "gaps": "deviation",
-    "entropies": "amount",
-    "surprises": "amount",
-    "advantages": "signed",
-    "left_out": "choice",
-}
-"""What colors the tokens of completions."""
+_WORST, _AROUND = 5, 5
 _LISTED_EVENTS, _LISTED_FAULTS = 300, 20
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
 _HEADLINES = (
@@ -695,7 +687,6 @@ def _samples(run: Run, budget: int) -> Record:
             for step in chosen
         ]
     steps.sort(key=lambda entry: (entry["step"], entry["held_out"]))
-    _color([group for entry in steps for group in entry["groups"]])
     return {"left_out": left_out, "steps": steps}
 
 
@@ -721,94 +712,49 @@ def _groups(samples: Sequence[Record]) -> list[Record]:
 
 
 def _group(name: str, samples: Sequence[Record]) -> Record:
-    numbers = [_quantities(sample) for sample in samples]
-    places = [
-        _places(len(sample["tokens"]), own) for sample, own in zip(samples, numbers, strict=True)
-    ]
-    rows = {
-        key: [_at(own[key], shown) for own, shown in zip(numbers, places, strict=True)]
-        for key in _SCALES
-    }
     return {
         "name": name,
         "prompt": samples[0].get("prompt", ""),
         "label": _label(samples[0].get("label")),
-        "quantities": {key: of_key for key, of_key in rows.items() if any(of_key)},
-        "completions": list(map(_completion, samples, places)),
+        "completions": list(map(_completion, samples)),
     }
 
 
-def _quantities(sample: Record) -> dict[str, list[float | None]]:
-    """Of every token; empty where the file does not have what it takes."""
-    policy, engine = sample.get("logprobs", []), sample.get("rollout_logprobs", [])
-    mask = sample.get("loss_mask", [])
-    weights = sample.get("token_weights") or mask
-    gaps = [
-        None if None in (of_policy, of_engine) else round(of_policy - of_engine, 7)
-        for of_policy, of_engine in zip(policy, engine, strict=False)
-    ]
-    return {
-        # the guide's engine is another model than the policy
-        "gaps": [] if sample.get("from_guide") else gaps,
-        "entropies": sample.get("entropies", []),
-        "surprises": [None if value is None else -value for value in engine or policy],
-        "advantages": sample.get("advantages", []),
-        "left_out": [
-            int(not (kept and weight)) for kept, weight in zip(mask, weights, strict=False)
-        ],
-    }
-
-
-def _places(length: int, numbers: Mapping[str, Sequence[float | None]]) -> Sequence[int]:
-    """Which tokens of a completion the page shows: its beginning, its end, and its worst ones with
-    those around them; what is not finite is the worst."""
-    if length <= _COMPLETION_TOKENS:
-        return range(length)
-    places = {*range(_FIRST_TOKENS), *range(length - _LAST_TOKENS, length)}
-    worst = [
-        heapq.nlargest(_WORST, range(min(length, len(row))), key=partial(_size_at, row))
-        for key, row in numbers.items()
-        if key != "left_out"
-    ]
-    for place in chain.from_iterable(zip_longest(*worst)):
-        if place is not None:
-            near = range(max(0, place - _AROUND), min(length, place + _AROUND + 1))
-            if len(places.union(near)) <= _COMPLETION_TOKENS:
-                places.update(near)
-    others = [place for place in range(length) if place not in places]
-    return sorted(places.union(others[: _COMPLETION_TOKENS - len(places)]))
-
-
-def _size_at(row: Sequence[float | None], place: int) -> float:
-    value = row[place]
-    return math.inf if value is None else abs(value)
-
-
-def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [values[place] for place in places if place < len(values)]
-
-
-def _completion(sample: Record, places: Sequence[int]) -> Record:
-    environment = _at(sample.get("environment", []), places)
+def _completion(sample: Record) -> Record:
+    """Its numbers of tokens have the names of the file; the page makes colors of them."""
+    length, places = len(sample["tokens"]), _places(sample)
     numbers = {
-        "ids": "token_ids",
-        "policy": "logprobs",
-        "engine": "rollout_logprobs",
-        "mask": "loss_mask",
-        "weights": "token_weights",
+        key: [sample[key][place] for place in places if place < len(sample[key])]
+        for key in ("tokens", *_TOKEN_NUMBERS, *_TOKEN_INTEGERS)
+        if key in sample
     }
-    return {
+    return numbers | {
         "reward": _number(sample.get("reward", math.nan)),
         "score": sample.get("score"),
         "truncated": bool(sample.get("truncated")),
         "guide": bool(sample.get("from_guide")),
         "updates": sample.get("updates", 0),
-        "length": len(sample["tokens"]),
-        "tokens": _at(sample["tokens"], places),
-        "places": None if len(places) == len(sample["tokens"]) else places,
-        "environment": environment if any(environment) else None,
-        **{name: _at(sample.get(key, []), places) for name, key in numbers.items()},
+        "length": length,
+        "places": None if len(places) == length else places,
     }
+
+
+def _places(sample: Record) -> list[int]:
+    """Which tokens of a completion the page shows: its beginning, its end, and its worst ones with
+    those around them; what is not finite is the worst."""
+    policy, engine = sample.get("logprobs", []), sample.get("rollout_logprobs", [])
+    gaps = [
+        None if None in pair else pair[0] - pair[1] for pair in zip(policy, engine, strict=False)
+    ]
+    near: set[int] = set()
+    for row in (gaps, engine, sample.get("entropies", []), sample.get("advantages", [])):
+        sizes = [math.inf if value is None else abs(value) for value in row]
+        for worst in heapq.nlargest(_WORST, range(len(sizes)), key=sizes.__getitem__):
+            near.update(range(worst - _AROUND, worst + _AROUND + 1))
+    length = len(sample["tokens"])
+    near.update(range(_FIRST_TOKENS), range(length - _LAST_TOKENS, length))
+    best = sorted(range(length), key=lambda place: place not in near)
+    return sorted(best[:_COMPLETION_TOKENS])
 
 
 def _label(value: Any) -> str | None:
@@ -816,40 +762,3 @@ def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     return json.dumps(value, ensure_ascii=False)
-
-
-def _color(groups: Iterable[Record]) -> None:
-    """Gives the numbers of all groups of a prompt, which may stand beside each other, colors of one
-    scale."""
-    of_prompt: dict[tuple[str, str], list[Record]] = {}
-    for group in groups:
-        for key in group["quantities"]:
-            of_prompt.setdefault((group["prompt"], key), []).append(group["quantities"])
-    for (_, key), found in of_prompt.items():
-        rows = [row for quantities in found for row in quantities[key]]
-        values = tuple(tuple(value for value in row if value is not None) for row in rows)
-        palette = Palette(Quantity(key, "", _SCALES[key], values))
-        for quantities in found:
-            quantities[key] = _colored(palette, quantities[key])
-
-
-def _colored(palette: Palette, rows: Sequence[Sequence[float | None]]) -> Record:
-    """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and
-    inks, as a character from ``?`` on.
-    """
-    colors: dict[tuple[str, str], int] = {}
-
-    def place(value: float | None) -> str:
-        if value is None:
-            return " "
-        color = palette.color(value)
-        return chr(63 + colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors)))
-
-    places = ["".join(map(place, row)) for row in rows]
-    legend = [{"label": label, "ramp": list(map(_hex, ramp))} for label, ramp in palette.legend()]
-    return {"values": rows, "places": places, "colors": list(colors), "legend": legend}
-
-
-def _hex(color: Color) -> str:
-    """Thirty-two steps of each part: neighbors look the same, and a page names few colors."""
-    return "#" + "".join(f"{round(31 * part) * 255 // 31:02x}" for part in color)

@@ -528,6 +528,31 @@ def _said(number: float) -> str:
     return repr(number).removesuffix(".0")
 
 
+def test_colors_follow_sign_and_size(browser, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([make_run(tmp_path / "run", 2)])))
+    browser.open(page, 1280)
+
+    def parts(scale: str, values: list[float]) -> tuple[list[list[int]], list[str]]:
+        painted, labels = browser.value(
+            f"(({{paint, legend}}) => [{values}.map(paint), legend.map(ramp => ramp.label)])"
+            f"(paletteOf('{scale}', {values}))"
+        )
+        return [list(map(int, re.findall("[0-9]+", color))) for color in painted], labels
+
+    (deep, pale, zero, low, high), labels = parts("signed", [-2.0, -1.0, 0.0, 1.05, 1.15])
+    assert zero == [255] * 3 and deep[0] > deep[2] and high[2] > high[0]
+    assert sum(deep) < sum(pale) < 765 and sum(high) + 128 < sum(low) < 765
+    assert labels == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
+    (one, other), _ = parts("signed", [1.0, 1.0001])
+    assert one == pytest.approx(other, abs=3), "nearly equal values look the same"
+    (less, more), labels = parts("deviation", [-1e-6, 2e-6])
+    assert less[0] > less[2] and more[2] > more[0] and sum(more) < sum(less)
+    assert labels == ["-0.000001", "+0.000002"]
+    assert parts("choice", [0, 1])[1] == ["no", "yes"]
+    assert parts("amount", [0.0, 3.0])[1] == ["0 to 3.00"]
+
+
 def test_two_steps_of_a_prompt_stand_beside_each_other_and_older_files_are_drawn(browser, tmp_path):
     folder = make_run(tmp_path / "run", 40)
     page = tmp_path / "report.html"
@@ -776,10 +801,10 @@ def test_of_a_long_completion_the_page_has_both_ends_and_the_worst_tokens(tmp_pa
     (shown,) = group["completions"]
     places = shown["places"]
     assert not entry["held_out"] and shown["length"] == 4500 and len(places) == 600
-    assert {0, 299, 2216, 2222, 2228, 3333, 4440, 4499} <= set(places)
-    assert places == sorted(places) and 2215 not in places
-    assert group["quantities"]["gaps"]["values"][0][places.index(2222)] == -3
-    assert shown["ids"] == [numbers["token_ids"][place] for place in places]
+    assert {0, 299, 2217, 2222, 2227, 3333, 4440, 4499} <= set(places)
+    assert places == sorted(places) and 2216 not in places
+    assert shown["rollout_logprobs"][places.index(2222)] - numbers["logprobs"][2222] == 3
+    assert shown["token_ids"] == [numbers["token_ids"][place] for place in places]
 
 
 def test_thinned_curves_keep_every_extreme_and_gap():
