@@ -363,14 +363,13 @@ class Logger(Records):
     samples_every: Interval | None = added(
         None,
         "training steps between those whose completions are saved in samples.jsonl beside the "
-        "metrics, and least steps between evaluations whose completions are saved in "
-        "eval_samples.jsonl; those of the first always are; -1 = none",
+        "metrics (of evaluations: eval_samples.jsonl); the first's always are; -1 = none",
         default_text="a twentieth of the run",
     )
     samples_groups: Int = added(
         2,
-        "groups of completions saved per such step, fewer if they are long, 0 = all of them, of "
-        "any size; held-out prompts saved per set, with up to four completions, 0 = all that fit",
+        "groups of completions saved per such step, fewer if they are long; 0 = all of them, of "
+        "any size. Of evaluations: prompts of each set",
         ge=0,
     )
     peak_tflops: Float | None = added(
