@@ -673,35 +673,37 @@ def _fact(value: Any) -> str:
 
 def _samples(run: Run, budget: int) -> Record:
     """Groups of completions of as many steps and evaluations as the budget of tokens holds."""
-    kinds = [(held_out, own) for held_out, own in enumerate((run.samples, run.held_out)) if own]
     steps: list[Record] = []
     left_out = 0
-    for held_out, samples in kinds:
+    for held_out, samples in ((True, run.held_out), (False, run.samples)):
         by_step: dict[int, list[Record]] = {}
         for sample in samples:
             by_step.setdefault(sample["step"], []).append(sample)
-        chosen = _chosen(by_step, budget // len(kinds))
+        chosen = _chosen(by_step, budget // 2 if held_out else budget)
+        budget -= sum(chosen.values())
         left_out += len(by_step) - len(chosen)
         steps += [
-            {"step": step, "held_out": bool(held_out), "groups": _groups(by_step[step])}
+            {"step": step, "held_out": held_out, "groups": _groups(by_step[step])}
             for step in chosen
         ]
     steps.sort(key=lambda entry: (entry["step"], entry["held_out"]))
     return {"left_out": left_out, "steps": steps}
 
 
-def _chosen(by_step: Mapping[int, Sequence[Record]], budget: int) -> list[int]:
-    """The last step, the first, some between."""
-    steps = sorted(by_step)
+def _chosen(by_step: Mapping[int, Sequence[Record]], budget: int) -> dict[int, int]:
+    """The last step, the first, some between, each with its number of tokens."""
     sizes = {
         step: sum(min(len(sample["tokens"]), _COMPLETION_TOKENS) for sample in by_step[step])
-        for step in steps
+        for step in sorted(by_step)
     }
+    steps = list(sizes)
     for stride in range(1, len(steps) + 1):
         chosen = sorted({steps[0], *steps[::-1][::stride]})
         if sum(sizes[step] for step in chosen) <= budget:
-            return chosen
-    return steps[-1:]
+            break
+    else:
+        chosen = steps[-1:]
+    return {step: sizes[step] for step in chosen}
 
 
 def _groups(samples: Sequence[Record]) -> list[Record]:
