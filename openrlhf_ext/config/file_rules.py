@@ -45,7 +45,8 @@ _OUTPUTS = {
     "logger.metrics_path": False,
     "logger.figure_path": False,
 }
-_BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
+# written in the folder of logger.metrics_path
+_BESIDE_METRICS = ("events.jsonl", "samples.jsonl", "eval_samples.jsonl")
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16
 # ones
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}

@@ -23,9 +23,10 @@ from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, mean_ent
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
-from openrlhf_ext.driver.rollouts import Group
+from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import Scored
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rewards.counting import accuracy
 from openrlhf_ext.rewards.grading import FAILED_KEY
@@ -487,6 +488,7 @@ def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
 
 _SHOWN = {
     "old_logprobs": "logprobs",
+    "rollout_logprobs": "rollout_logprobs",
     "entropies": "entropies",
     "ref_logprobs": "ref_logprobs",
     "guide_logprobs": "guide_logprobs",
@@ -494,12 +496,16 @@ _SHOWN = {
 }
 
 
+_HELD_OUT_COMPLETIONS = 4  # shown of a held-out prompt
+
+
 def shown_samples(
-    groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch, most: int
+    scored: Scored, rollout: RolloutBatch, shaped: LossBatch, most: int
 ) -> list[dict[str, Any]]:
-    """Returns the completions of at most ``most`` groups, the earliest-drawn prompts first, in the
-    form that ``SampleWriter`` takes."""
-    order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
+    """Returns the completions of at most ``most`` groups in the form that ``SampleWriter`` takes.
+    The prompts' digests choose them: of prompts that come again, the same ones are shown again."""
+    groups = scored.groups
+    order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.entry[::-1])
     written = []
     for position in order:
         written.append(sum(response.written for response in groups[position].responses))
@@ -510,32 +516,69 @@ def shown_samples(
         "loss_mask": shaped.loss_mask.int(),
         "token_weights": shaped.token_weights,
     }
+    updates_B = np.zeros(len(rollout.rewards), int)
+    if scored.old is None:  # each update computes the log-probs of its own rows
+        for number, rows in enumerate(scored.chunks):
+            updates_B[rows] = number
     shown = []
     for place in chosen_groups(written, most):
         position = order[place]
         prompt = groups[position].prompt
         for row, response in enumerate(groups[position].responses, start=int(starts[position])):
             span = rollout.segments.span(slice(row, row + 1))
-            own_T = response.sampled_T
-            facts = {
-                "group": prompt.number,
-                "prompt": prompt.text,
-                "token_ids": response.tokens_S[-len(own_T) :].tolist(),
-                "reward": response.reward,
-                "score": response.score,
-                "truncated": response.truncated,
-                "from_guide": response.from_guide,
-                **_label(prompt.label),
-            }
-            if not own_T.all():
-                facts["environment"] = (~own_T).astype(int).tolist()
+            facts = _facts(prompt.number, prompt, response)
+            if updates_B[row]:
+                facts["updates"] = int(updates_B[row])
             numbers = {
-                key: _spread(values_N[span], own_T)
+                key: _spread(values_N[span], response.sampled_T)
                 for key, values_N in of_tokens.items()
                 if values_N is not None
             }
             shown.append(facts | numbers)
     return shown
+
+
+def held_out_samples(
+    sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], most: int
+) -> list[dict[str, Any]]:
+    """Returns the first completions of the first ``most`` prompts of each held-out set (0 = of
+    all), as many as fit, in the form that ``SampleWriter`` takes. No policy has computed their
+    log-probs."""
+    found = [
+        (f"{options.name} {group.prompt.number}".strip(), group.prompt, response)
+        for options, own in zip(sets, groups, strict=True)
+        for group in own[: most or None]
+        for response in group.responses[:_HELD_OUT_COMPLETIONS]
+    ]
+    shown = []
+    for place in chosen_groups([response.written for *_, response in found], len(found)):
+        response = found[place][2]
+        told = {"rollout_logprobs": response.logprobs_T, "entropies": response.entropies_T}
+        numbers = {
+            key: _spread(torch.from_numpy(values_n), response.sampled_T)
+            for key, values_n in told.items()
+            if values_n is not None
+        }
+        shown.append(_facts(*found[place]) | numbers)
+    return shown
+
+
+def _facts(group: int | str, prompt: Prompt, response: Response) -> dict[str, Any]:
+    """Returns everything about a completion but the numbers of its tokens."""
+    own_T = response.sampled_T
+    facts = {
+        "group": group,
+        "prompt": prompt.text,
+        "token_ids": response.tokens_S[-len(own_T) :].tolist(),
+        "reward": response.reward,
+        "score": response.score,
+        "truncated": response.truncated,
+        "from_guide": response.from_guide,
+        **_label(prompt.label),
+    }
+    if not own_T.all():
+        facts["environment"] = (~own_T).astype(int).tolist()
+    return facts
 
 
 def _spread(values_n: Tensor, own_T: np.ndarray) -> list[Any]:

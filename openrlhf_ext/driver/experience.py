@@ -108,9 +108,7 @@ class ExperienceMaker:
                 seen["old_logprobs"], seen["ref_logprobs"], seen.segments
             )
             self.kl.update(measured, len(rollout.rewards))
-        samples = (
-            [] if made.shown is None else shown_samples(scored.groups, rollout, shaped, made.shown)
-        )
+        samples = [] if made.shown is None else shown_samples(scored, rollout, shaped, made.shown)
         bits = compared_bits(scored, old, made.version) if self.exact else None
         if bits is not None:
             metrics["rollout/bit_equal"] = 1.0 - bits.differing / bits.tokens

@@ -77,7 +77,7 @@ from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs
 from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.planning.fit import laid_out
-from openrlhf_ext.reporting import EventLog, SampleWriter
+from openrlhf_ext.reporting import EventLog, HeldOutWriter, SampleWriter
 from openrlhf_ext.run.checkpoints import (
     Call,
     Checkpointer,
@@ -402,8 +402,8 @@ def build_recorder(parts: Parts) -> StepRecorder:
             [[token] for token in token_ids], clean_up_tokenization_spaces=False
         )
 
-    path = config.logger.beside("samples.jsonl")
-    every, groups = config.logger.samples_every, config.logger.samples_groups
+    logger = config.logger
+    kept = (logger.samples_every, parts.steps, texts, logger.samples_groups, resume_step)
     return StepRecorder(
         config,
         # with a time limit, the number of steps is unknown
@@ -412,7 +412,8 @@ def build_recorder(parts: Parts) -> StepRecorder:
         parts.events,
         f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         parts.prompts.skipped_overlong,
-        SampleWriter(path, every, parts.steps, texts, groups, resume_step),
+        SampleWriter(logger.beside("samples.jsonl"), *kept),
+        HeldOutWriter(logger.beside("eval_samples.jsonl"), *kept),
     )
 
 

@@ -25,7 +25,7 @@ from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.bits import BitJudge, said_difference
 from openrlhf_ext.driver.cluster import RaySession
-from openrlhf_ext.driver.description import recounted
+from openrlhf_ext.driver.description import held_out_samples, recounted
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
@@ -463,6 +463,9 @@ class TrainingLoop(Parts):
         logs = evaluation_metrics(sets, groups, self._texts)
         logs["time/eval"] = time.perf_counter() - evaluation.started
         self.recorder.evaluation(evaluation.step, logs)
+        kept = self.recorder.held_out
+        if (most := kept.groups_due(evaluation.step)) is not None:
+            kept.write(evaluation.step, held_out_samples(sets, groups, most))
         for sink in self.sinks:
             sink.log_eval(evaluation.step, logs)
         return logs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from openrlhf_ext.reporting.lines import (
     EventLog,
+    HeldOutWriter,
     MetricsWriter,
     SampleWriter,
     chosen_groups,
@@ -22,10 +23,12 @@ from openrlhf_ext.reporting.progress import (
 __all__ = [
     "METRICS",
     "EventLog",
+    "HeldOutWriter",
     "Metric",
     "MetricsWriter",
     "ProgressLine",
     "RunStatus",
+    "HeldOutWriter",
     "SampleWriter",
     "TerminalHandler",
     "chosen_groups",

@@ -337,11 +337,13 @@ class EventLog(Writer):
         self.step = step
 
 
-# ---- samples.jsonl, in the form that explain reads
+# ---- samples.jsonl, in the form that explain reads, and eval_samples.jsonl
 
 _PARTS_OF_A_RUN = 20
 _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no more take 50 MB
 _DECIMALS = 4  # of numbers per token
+# of those whose difference is looked at: a gap in fp32 is some 1e-6
+_FINE_DECIMALS = {"logprobs": 7, "rollout_logprobs": 7}
 
 
 class SampleWriter(Writer):
@@ -361,7 +363,9 @@ class SampleWriter(Writer):
         resume_step: int = 0,
     ) -> None:
         self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
-        self._lines: JsonLines = JsonLines(path, lambda record: step_of(record) <= resume_step)
+        self._lines: JsonLines = JsonLines(
+            path, lambda record: resume_step > 0 and step_of(record) <= resume_step
+        )
         self._texts, self._groups = texts, groups
 
     def groups_due(self, step: int) -> int | None:
@@ -380,6 +384,25 @@ class SampleWriter(Writer):
             }
             tokens = self._texts(completion["token_ids"])
             self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})
+
+
+class HeldOutWriter(SampleWriter):
+    """Writes completions of the evaluations that are due: the first, and each that is ``every``
+    steps or more after the one that was written last."""
+
+    _last = -math.inf
+
+    def groups_due(self, step: int) -> int | None:
+        is_due = self._every != -1 and step - self._last >= self._every
+        return self._groups if is_due else None
+
+    def write(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        super().write(step, completions)
+        self._last = step
+
+    def repeat_from(self, step: int) -> None:
+        super().repeat_from(step)
+        self._last = min(self._last, step)
 
 
 def chosen_groups(lengths: Sequence[int], groups: int) -> list[int]:
@@ -401,7 +424,7 @@ def _rounded(key: str, value: float) -> float | None:
     """None stands for what is not finite, which JSON cannot hold."""
     if not math.isfinite(value):
         return None
-    value = round(value, _DECIMALS)
+    value = round(value, _FINE_DECIMALS.get(key, _DECIMALS))
     # rounding leaves the entropy of a certain token a little below 0, and its log-prob a little
     # above
     limits = {"entropies": max(0.0, value), "logprobs": min(0.0, value)}

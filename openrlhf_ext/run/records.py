@@ -20,6 +20,7 @@ from openrlhf_ext.options import required
 from openrlhf_ext.patches.environment import machine
 from openrlhf_ext.reporting import (
     EventLog,
+    HeldOutWriter,
     MetricsWriter,
     ProgressLine,
     SampleWriter,
@@ -154,11 +155,12 @@ class StepRecorder(Recorder):
         title: str,
         skipped_overlong: int,
         samples: SampleWriter,
+        held_out: HeldOutWriter,
     ) -> None:
         if config.train.exact_rollout_enable:
             self.columns = EXACT
         super().__init__(config, total_steps, resume_step, events, title)
-        self.skipped_overlong, self.samples = skipped_overlong, samples
+        self.skipped_overlong, self.samples, self.held_out = skipped_overlong, samples, held_out
         self.last_evaluation = self._evaluated() if resume_step else -1
         # a resumed run does not know the counts of its earlier part: its first step notes no drops
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
@@ -171,7 +173,7 @@ class StepRecorder(Recorder):
     def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
         """Moves the records after ``step`` aside, when the run goes back to it with these counts of
         ``dropped`` groups."""
-        for lines in (self.writer, self.samples, self.events):
+        for lines in (self.writer, self.samples, self.held_out, self.events):
             lines.repeat_from(step)
         self.last_evaluation, self._dropped = (
             self._evaluated(),
@@ -220,6 +222,7 @@ class StepRecorder(Recorder):
     def close(self) -> None:
         super().close()
         self.samples.close()
+        self.held_out.close()
 
 
 def step_record(

@@ -468,7 +468,7 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
         (["--logger.metrics_path", "model/config.json"], "logger.metrics_path", "actor.model"),
         (["--logger.metrics_path", "train.jsonl"], "logger.metrics_path", "data.prompt_dataset"),
         (
-            ["--logger.metrics_path", "old/m", "--eval.dataset", "old/samples.jsonl"],
+            ["--logger.metrics_path", "old/m", "--eval.dataset", "old/eval_samples.jsonl"],
             "logger.metrics_path",
             "eval.dataset",
         ),
@@ -486,7 +486,7 @@ def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, rea
     (run_dir / "data").mkdir()
     shutil.copy(run_dir / "train.jsonl", run_dir / "data")
     (run_dir / "old").mkdir()
-    (run_dir / "old/samples.jsonl").write_text((run_dir / "train.jsonl").read_text())
+    (run_dir / "old/eval_samples.jsonl").write_text((run_dir / "train.jsonl").read_text())
     (message,) = problems(*words)
     assert message.startswith(f"{writes} would write into") and f"read by {reads}" in message
 

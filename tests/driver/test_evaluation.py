@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from openrlhf_ext.driver.description import held_out_samples
 from openrlhf_ext.driver.evaluation import evaluation_metrics, set_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.reporting import is_documented
@@ -58,6 +59,18 @@ def test_the_majority_goes_by_stated_answers() -> None:
     assert "maj@1" not in set_metrics(
         groups((1.0, 0.0)), 1.0, lambda responses: ["nothing", "at all"]
     )
+
+
+def test_shown_held_out_completions_are_the_same_ones_at_every_evaluation() -> None:
+    sets = [held_out("aime24").options, held_out("math500").options]
+    own = groups((1.0,) * 6, (0.0,) * 6, (0.0,))
+    own[1].responses[0] = replace(own[1].responses[0], entropies_T=np.array([2, 3], np.float32))
+    shown = held_out_samples(sets, [own, groups((0.5,))], 2)
+    names = ["aime24 0"] * 4 + ["aime24 1"] * 4 + ["math500 0"]
+    assert [sample["group"] for sample in shown] == names, "four of each of two prompts"
+    assert shown[4]["entropies"] == [2, 3] and "entropies" not in shown[5]
+    assert shown[5]["rollout_logprobs"] == [-0.5, -1.0] and "logprobs" not in shown[5]
+    assert len(held_out_samples(sets, [own, groups((0.5,))], 0)) == 10, "all prompts"
 
 
 def test_named_sets_have_metrics_of_their_own_and_a_mean() -> None:

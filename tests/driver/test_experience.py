@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Callable
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,8 +187,9 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     assert experience.metrics["kl/coef"] == pytest.approx(
         0.5 * 1.2
     ) and made.kl.value == pytest.approx(0.5 * 1.44)
-    assert [sample["truncated"] for sample in experience.samples] == [False, True, False, False]
-    carries_loss = [sample["loss_mask"] for sample in experience.samples]
+    samples = sorted(experience.samples, key=itemgetter("group"))
+    assert [sample["truncated"] for sample in samples] == [False, True, False, False]
+    carries_loss = [sample["loss_mask"] for sample in samples]
     assert carries_loss == [[1, 1], [0, 0], [1, 1], [1, 1]], "what was cut off teaches nothing"
     losses = [mini for shard in shards for mini in shard.mini_batches if len(mini)]
     assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, (
@@ -265,6 +267,16 @@ def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_
         after.old.logprobs_N, expected.old.logprobs_N
     )
     assert without.kl.value == with_pass.kl.value != 0.5
+    assert all("updates" not in sample for sample in after.samples)
+
+    without.scoring.mini_batch_size = 2  # the second group's update computes its log-probs
+    made = without.make(groups, version=4, get=get, shown=0)
+    policy.answers["seen_logprobs"] = [forward(shard.sequences) for shard in made.shards]
+    updates = {
+        sample["prompt"]: sample.get("updates") for sample in without.described(made, get).samples
+    }
+    rows = [group.prompt.text for group in made.scored.groups]
+    assert updates == {rows[0]: None, rows[1]: 1}
 
 
 def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> None:
@@ -277,7 +289,9 @@ def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> No
     }
     groups[0].responses[0] = dataclasses.replace(first, **turns)
     groups[1] = dataclasses.replace(groups[1], prompt=Prompt(1, "1", {"answer": ["x", 2]}))
-    two, plain, *labeled = described(maker(KLCoefficient(0.5)), groups, version=3).samples
+    samples = described(maker(KLCoefficient(0.5)), groups, version=3).samples
+    two, plain, *labeled = sorted(samples, key=itemgetter("group"))
+    assert two["rollout_logprobs"] == [-0.5, 0, 0, -1.0, 0], "the engine's own"
     assert (
         two["token_ids"] == [5, 8, 9, 6, 7]
         and two["environment"] == [0, 1, 1, 0, 1]

@@ -109,6 +109,7 @@ class World:
                 step=self.record,
                 evaluation=self.evaluated,
                 samples=SimpleNamespace(groups_due=lambda step: None),
+                held_out=SimpleNamespace(groups_due=lambda step: None),
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
                 repeat_from=lambda step, dropped: self.told.append(
                     f"repeat from {step}, {dropped['skipped']} skipped"

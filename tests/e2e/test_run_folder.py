@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf_ext.cli.report import main as report
-from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.reporting import is_documented, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.e2e.jobs import Job, Task
@@ -152,6 +152,11 @@ def test_completions_of_the_steps_that_are_due_are_those_that_were_trained(job):
     assert {record["step"] for _, record in read_lines(folder / "samples.jsonl")} == {1, 2}
     for step in (1, 2):
         rollouts = read_rollouts(folder / "samples.jsonl", step)
+        (largest,) = (
+            record["kl/rollout_max_abs"]
+            for record in read_metrics(folder / "metrics.jsonl", {"step", "kl/rollout_max_abs"})
+            if record["step"] == step and "kl/rollout_max_abs" in record
+        )
         groups = [rollout.group for rollout in rollouts]
         assert groups == sorted(groups[::4] * 4, key=groups.index) and len(groups) == 8, (
             "two whole groups"
@@ -162,11 +167,22 @@ def test_completions_of_the_steps_that_are_due_are_those_that_were_trained(job):
                 len(record["advantages"]) == len(record["tokens"]) == len(record["entropies"]) <= 12
             )
             assert max(record["entropies"]) > 0 and max(record["logprobs"]) <= 0
+            both = zip(record["logprobs"], record["rollout_logprobs"], strict=True)
+            assert max(abs(policy - engine) for policy, engine in both) <= largest + 1e-7 < 1e-3
         group = [rollout.record for rollout in rollouts[:4]]
         mean = sum(record["reward"] for record in group) / 4
         assert all(
             (r["advantages"][0] > 0) == (r["reward"] > mean) for r in group if r["reward"] != mean
         )
+
+
+def test_held_out_completions_of_the_evaluations_that_are_due_answer_the_same_prompts(job):
+    folder, _ = job
+    found: dict[int, list[str]] = {}
+    for _, record in read_lines(folder / "eval_samples.jsonl"):
+        found.setdefault(record["step"], []).append(record["prompt"])
+        assert len(record["rollout_logprobs"]) == len(record["tokens"]) and record["score"] >= 0
+    assert found.keys() == {0, 2} and found[0] == found[2] and len({*found[0]}) == 2
 
 
 def test_the_profiled_step_has_a_trace_of_the_chosen_rank_and_a_line_in_the_table(job):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.reporting import EventLog, SampleWriter, chosen_groups
+from openrlhf_ext.reporting import EventLog, HeldOutWriter, SampleWriter, chosen_groups
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.patience import PATIENCE_S
@@ -188,7 +188,7 @@ def test_completions_are_those_that_explain_reads(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 1, 5, 5, 10, 10]
     last = read_rollouts(path)
     assert [rollout.record["step"] for rollout in last] == [10, 10]
-    assert last[0].record["logprobs"] == [-0.1235] * 3 and last[0].record["tokens"] == ["t7"] * 3
+    assert last[0].record["logprobs"] == [-0.123456] * 3 and last[0].record["tokens"] == ["t7"] * 3
     assert last[0].record["label"] == ["7", 1.23456, None] and last[0].record["environment"] == [
         0,
         1,
@@ -210,6 +210,23 @@ def test_what_is_not_finite_is_null_and_completions_of_repeated_steps_are_moved_
     assert [record["step"] for record in records(path)] == [1, 2, 3, 4]
     assert [record["step"] for record in records(Path(f"{path}.superseded.1"))] == [3, 4]
     assert records(path)[0]["entropies"] == [None, 0.1]
+
+
+def test_evaluations_that_are_kept_are_as_far_apart_as_steps_that_are_kept(tmp_path):
+    path = tmp_path / "eval_samples.jsonl"
+
+    def kept(writer: HeldOutWriter, steps: range) -> list[int]:
+        for step in filter(lambda step: writer.groups_due(step) == 2, steps):
+            writer.write(step, [completion(step, 2)])
+        return [record["step"] for record in records(path)]
+
+    for every, wanted in ((None, [0, 6, 12, 18]), (7, [0, 9, 18]), (-1, [])):
+        # each starts anew: the step 0 of the one before is not its own
+        with HeldOutWriter(path, every, 100, lambda ids: ["t"] * len(ids), 2) as writer:
+            assert kept(writer, range(0, 20, 3)) == wanted
+            writer.repeat_from(10)
+            again = [15] if every is None else []
+            assert kept(writer, range(12, 17, 3)) == [s for s in wanted if s <= 10] + again
 
 
 @pytest.mark.parametrize(

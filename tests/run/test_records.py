@@ -29,8 +29,8 @@ def recorder_of(
     title: str = "",
 ) -> StepRecorder:
     """One that keeps no completions."""
-    samples = SimpleNamespace(close=lambda: None)
-    return StepRecorder(config, steps, resume_step, events or EventLog(), title, 0, samples)
+    none = SimpleNamespace(close=lambda: None)
+    return StepRecorder(config, steps, resume_step, events or EventLog(), title, 0, none, none)
 
 
 def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):

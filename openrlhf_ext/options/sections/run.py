@@ -363,13 +363,13 @@ class Logger(Records):
     samples_every: Interval | None = added(
         None,
         "training steps between those whose completions are saved in samples.jsonl beside the "
-        "metrics; the first step's always are; -1 = none",
+        "metrics (of evaluations: eval_samples.jsonl); the first's always are; -1 = none",
         default_text="a twentieth of the run",
     )
     samples_groups: Int = added(
         2,
         "groups of completions saved per such step, fewer if they are long; 0 = all of them, of "
-        "any size",
+        "any size. Of evaluations: prompts of each set",
         ge=0,
     )
     peak_tflops: Float | None = added(

@@ -62,6 +62,7 @@ _KNOWN = (
     "advantages",
     "loss_mask",
     "token_weights",
+    "updates",
 )
 _OF_A_RUN = '{"step": '
 

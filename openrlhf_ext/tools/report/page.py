@@ -6,6 +6,7 @@ The page is ``page.html`` with one block of JSON; what is in it is made here, dr
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
@@ -38,7 +39,6 @@ from openrlhf_ext.reporting.lines import Record, read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.reporting.starts import Start, starts_of
 from openrlhf_ext.run.ledger import LEDGER, Audit
-from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
 _ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
 _BEGINS = {"start", "restart", "resumed"}
@@ -51,12 +51,17 @@ _FACTS = {
     **dict.fromkeys(("accuracy", "stderr", "score", "over_mean"), NUMBER),
 }
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
+_TOKEN_NUMBERS = (
+    "logprobs", "rollout_logprobs", "entropies", "advantages", "loss_mask", "token_weights",
+)  # fmt: skip
+_TOKEN_INTEGERS = ("environment", "token_ids")
 _NUMBERS = {
-    **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))),
+    **dict.fromkeys(_TOKEN_NUMBERS, list_of(or_null(NUMBER))),
+    **dict.fromkeys(_TOKEN_INTEGERS, list_of(INTEGER)),
+    "updates": INTEGER,
     "prompt": TEXT,
     "reward": NUMBER,
     "score": or_null(NUMBER),
-    "environment": list_of(INTEGER),
 }
 
 
@@ -71,6 +76,7 @@ class Run:
     records: list[Record]
     events: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
+    held_out: list[Record] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
 
@@ -162,9 +168,15 @@ def _read_run(folder: Path, name: str) -> Run:
     without = "no events, configuration, versions and hardware, and whether it ended is not known"
     events = _optional(folder / "events.jsonl", _EVENT, _FACTS, missing, without)
     samples = _optional(folder / "samples.jsonl", _SAMPLE, _NUMBERS, missing, "no completions")
+    held_out = []
+    evaluated = folder / "eval_samples.jsonl"
+    # earlier releases wrote none; it is empty before the first evaluation
+    if evaluated.is_file() and evaluated.stat().st_size:
+        without = "no held-out completions"
+        held_out = _optional(evaluated, _SAMPLE, _NUMBERS, missing, without)
     ledger = _ledger(folder / LEDGER, missing)
     # earlier releases wrote passwords down
-    return Run(name, folder, records, redacted(events), samples, missing, ledger)
+    return Run(name, folder, records, redacted(events), samples, held_out, missing, ledger)
 
 
 def _ledger(path: Path, missing: list[str]) -> list[str]:
@@ -216,8 +228,10 @@ def _optional(
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
-_SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
-_COMPLETION_TOKENS = 600
+_SAMPLED_TOKENS = 45_000  # of the page; some 60 bytes each
+# of a completion: those of its beginning and of its end, and the worst with those around them
+_COMPLETION_TOKENS, _FIRST_TOKENS, _LAST_TOKENS = 600, 300, 60
+_WORST, _AROUND = 5, 5
 _LISTED_EVENTS, _LISTED_FAULTS = 300, 20
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
 _HEADLINES = (
@@ -658,25 +672,38 @@ def _fact(value: Any) -> str:
 
 
 def _samples(run: Run, budget: int) -> Record:
-    """Groups of completions of as many steps as the budget of tokens holds: the last one, the
-    first, some between."""
-    by_step: dict[int, list[Record]] = {}
-    sizes: Counter[int] = Counter()
-    for sample in run.samples:
-        by_step.setdefault(sample["step"], []).append(sample)
-        sizes[sample["step"]] += min(len(sample["tokens"]), _COMPLETION_TOKENS)
-    steps = sorted(by_step)
+    """Groups of completions of as many steps and evaluations as the budget of tokens holds."""
+    steps: list[Record] = []
+    left_out = 0
+    for held_out, samples in ((True, run.held_out), (False, run.samples)):
+        by_step: dict[int, list[Record]] = {}
+        for sample in samples:
+            by_step.setdefault(sample["step"], []).append(sample)
+        chosen = _chosen(by_step, budget // 2 if held_out else budget)
+        budget -= sum(chosen.values())
+        left_out += len(by_step) - len(chosen)
+        steps += [
+            {"step": step, "held_out": held_out, "groups": _groups(by_step[step])}
+            for step in chosen
+        ]
+    steps.sort(key=lambda entry: (entry["step"], entry["held_out"]))
+    return {"left_out": left_out, "steps": steps}
+
+
+def _chosen(by_step: Mapping[int, Sequence[Record]], budget: int) -> dict[int, int]:
+    """The last step, the first, some between, each with its number of tokens."""
+    sizes = {
+        step: sum(min(len(sample["tokens"]), _COMPLETION_TOKENS) for sample in by_step[step])
+        for step in sorted(by_step)
+    }
+    steps = list(sizes)
     for stride in range(1, len(steps) + 1):
         chosen = sorted({steps[0], *steps[::-1][::stride]})
         if sum(sizes[step] for step in chosen) <= budget:
             break
     else:
         chosen = steps[-1:]
-    return {
-        "left_out": len(steps) - len(chosen),
-        "cut": _COMPLETION_TOKENS,
-        "steps": [{"step": step, "groups": _groups(by_step[step])} for step in chosen],
-    }
+    return {step: sizes[step] for step in chosen}
 
 
 def _groups(samples: Sequence[Record]) -> list[Record]:
@@ -687,31 +714,49 @@ def _groups(samples: Sequence[Record]) -> list[Record]:
 
 
 def _group(name: str, samples: Sequence[Record]) -> Record:
-    quantities = {}
-    for key, scale in (("entropies", "amount"), ("advantages", "signed")):
-        rows = [(sample.get(key) or [])[:_COMPLETION_TOKENS] for sample in samples]
-        if any(rows):
-            quantities[key] = _colored(key, scale, rows)
     return {
         "name": name,
         "prompt": samples[0].get("prompt", ""),
         "label": _label(samples[0].get("label")),
-        "quantities": quantities,
         "completions": list(map(_completion, samples)),
     }
 
 
 def _completion(sample: Record) -> Record:
-    environment = sample.get("environment", [])[:_COMPLETION_TOKENS]
-    return {
+    """Its numbers of tokens have the names of the file; the page makes colors of them."""
+    length, places = len(sample["tokens"]), _places(sample)
+    numbers = {
+        key: [sample[key][place] for place in places if place < len(sample[key])]
+        for key in ("tokens", *_TOKEN_NUMBERS, *_TOKEN_INTEGERS)
+        if key in sample
+    }
+    return numbers | {
         "reward": _number(sample.get("reward", math.nan)),
         "score": sample.get("score"),
         "truncated": bool(sample.get("truncated")),
         "guide": bool(sample.get("from_guide")),
-        "length": len(sample["tokens"]),
-        "tokens": sample["tokens"][:_COMPLETION_TOKENS],
-        "environment": environment if any(environment) else None,
+        "updates": sample.get("updates", 0),
+        "length": length,
+        "places": None if len(places) == length else places,
     }
+
+
+def _places(sample: Record) -> list[int]:
+    """Which tokens of a completion the page shows: its beginning, its end, and its worst ones with
+    those around them; what is not finite is the worst."""
+    policy, engine = sample.get("logprobs", []), sample.get("rollout_logprobs", [])
+    gaps = [
+        None if None in pair else pair[0] - pair[1] for pair in zip(policy, engine, strict=False)
+    ]
+    near: set[int] = set()
+    for row in (gaps, engine, sample.get("entropies", []), sample.get("advantages", [])):
+        sizes = [math.inf if value is None else abs(value) for value in row]
+        for worst in heapq.nlargest(_WORST, range(len(sizes)), key=sizes.__getitem__):
+            near.update(range(worst - _AROUND, worst + _AROUND + 1))
+    length = len(sample["tokens"])
+    near.update(range(_FIRST_TOKENS), range(length - _LAST_TOKENS, length))
+    best = sorted(range(length), key=lambda place: place not in near)
+    return sorted(best[:_COMPLETION_TOKENS])
 
 
 def _label(value: Any) -> str | None:
@@ -719,26 +764,3 @@ def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     return json.dumps(value, ensure_ascii=False)
-
-
-def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> Record:
-    """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and
-    inks."""
-    values = tuple(tuple(value for value in row if value is not None) for row in rows)
-    palette = Palette(Quantity(key, "", scale, values))
-    colors: dict[tuple[str, str], int] = {}
-
-    def place(value: float | None) -> int:
-        if value is None:
-            return -1
-        color = palette.color(value)
-        return colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors))
-
-    places = [[place(value) for value in row] for row in rows]
-    legend = [{"label": label, "ramp": list(map(_hex, ramp))} for label, ramp in palette.legend()]
-    return {"values": rows, "places": places, "colors": list(colors), "legend": legend}
-
-
-def _hex(color: Color) -> str:
-    """Thirty-two steps of each part: neighbors look the same, and a page names few colors."""
-    return "#" + "".join(f"{round(31 * part) * 255 // 31:02x}" for part in color)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.reporting import EventLog, MetricsWriter, SampleWriter
+from openrlhf_ext.reporting import EventLog, HeldOutWriter, MetricsWriter, SampleWriter
 from openrlhf_ext.run.ledger import USED_UP, digest, hash_of, open_ledger
 
 HOSTILE = "</script><img src=x onerror=document.title='taken'>"
@@ -46,7 +46,19 @@ def make_run(
         for step in filter(writer.groups_due, range(1, steps + 1)):
             writer.write(step, [_completion(step, chance, right) for right in (False, True)])
         writer.close()
+        _held_out(folder / "eval_samples.jsonl", steps, chance)
     return folder
+
+
+def _held_out(path: Path, steps: int, chance: random.Random) -> None:
+    """The same prompt in every evaluation, without the policy's numbers."""
+    writer = HeldOutWriter(path, None, steps, lambda ids: [_TEXTS[i] for i in ids], 2)
+    for step in filter(writer.groups_due, range(10, steps + 1, 10)):
+        own = _completion(0, chance, right=step > steps / 2)
+        for key in ("logprobs", "advantages", "loss_mask", "token_weights"):
+            del own[key]
+        writer.write(step, [own | {"prompt": "How many are 2 and 2?"}])
+    writer.close()
 
 
 def _record(
@@ -166,6 +178,7 @@ _TEXTS = [
 
 def _completion(step: int, chance: random.Random, right: bool) -> dict[str, Any]:
     ids = list(range(len(_TEXTS))) * 3
+    logprobs = [-1 - chance.random() for _ in ids]
     return {
         "group": step,
         "prompt": f"What is 3 + 4? {HOSTILE}",
@@ -175,7 +188,10 @@ def _completion(step: int, chance: random.Random, right: bool) -> dict[str, Any]
         "score": float(right),
         "truncated": not right,
         "from_guide": False,
-        "logprobs": [-chance.random() for _ in ids],
+        "logprobs": logprobs,
+        "rollout_logprobs": [value - 0.01 * chance.gauss(0, 1) ** 3 for value in logprobs],
+        "loss_mask": [int(place < 40) for place in range(len(ids))],
+        "token_weights": [float(place > 0) for place in range(len(ids))],
         "entropies": [3 * chance.random() ** 4 for _ in ids],
         "advantages": [(1 if right else -1) * (0.5 + chance.random()) for _ in ids],
     }

@@ -453,6 +453,160 @@ def test_completions_say_what_was_asked_what_is_right_and_who_wrote_it(browser, 
     assert browser.messages == []
 
 
+# what the reader does, and what is then seen
+CHOOSE = """((label, value) => {
+    const box = document.querySelector(`[aria-label="${label}"]`);
+    box.value = value;
+    box.onchange();
+})"""
+PANEL = """Object.fromEntries([...document.querySelectorAll(".panel [data-of]")].map(part =>
+    [part.dataset.of, part.querySelector("b").textContent]))"""
+MARKED = "document.querySelector('.tokens .marked').textContent"
+
+
+def test_the_worst_token_of_the_run_is_one_click_away_with_the_numbers_of_the_file(
+    browser, tmp_path
+):
+    """By every quantity; what the panel says is what samples.jsonl has, also with the keyboard."""
+    folder = make_run(tmp_path / "run", 40)
+    path = folder / "samples.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    samples[0]["rollout_logprobs"][7] = samples[0]["logprobs"][7] - 5.0000001
+    samples[1]["from_guide"], samples[2]["updates"] = True, 3
+    samples[1]["rollout_logprobs"] = [-90.0] * 45
+    samples[3]["rollout_logprobs"][2] = None
+    samples[0]["tokens"][6:8] = ["\t\u202e\u200b", "  "]
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([folder])))
+    browser.open(page, 1280)
+    browser.value(f"{CHOOSE}('Worst tokens of', 'run')")
+    chips = "[...document.querySelectorAll('.worst .chip')].map(chip => chip.textContent)"
+    listed = browser.value(chips)
+    assert listed[0] == "not finite , step 2, prompt 1, completion 2, token 3"
+    assert listed[1] == "+5.0000001 ·· step 1, prompt 1, completion 1, token 8", "none of the guide"
+    assert len(listed) == 10
+    browser.value("document.querySelectorAll('.worst .chip')[1].click()")
+    assert browser.value("document.querySelector('[aria-label=Step]').value") == "0"
+    assert browser.value(MARKED) == "··", "spaces alone have a sign"
+    told, first = browser.value(PANEL), samples[0]
+    assert told == {
+        "id": str(first["token_ids"][7]),
+        "policy's log-prob": _said(first["logprobs"][7]),
+        "engine's log-prob": _said(first["rollout_logprobs"][7]),
+        "gap": "+5.0000001",
+        "entropy": _said(first["entropies"][7]),
+        "advantage": _said(first["advantages"][7]),
+        "weight": "1",
+        "loss": "trained",
+    }
+    browser.press("ArrowLeft")
+    assert browser.value(MARKED) == "⇥\t\\u202e\\u200b", "nothing turns the page's text round"
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert browser.value(PANEL)["id"] == "8" and browser.value(MARKED) == HOSTILE
+    box = "document.querySelectorAll('.completion .tokens span')[41].getBoundingClientRect()"
+    browser.value(f"scrollBy(0, {box}.y - 300)")
+    place = browser.value(f"[{box}.x + 3, {box}.y + 5]")
+    browser.drag(place, place)
+    assert browser.value(PANEL)["loss"] == "left out: masked, cut at the length limit"
+    for by, key in (("entropies", "entropies"), ("advantages", "advantages")):
+        browser.value(f"{CHOOSE}('Color by', '{by}')")
+        largest = max(abs(value) for sample in samples for value in sample[key])
+        assert browser.value(chips)[0].split()[0].lstrip("+-") == _said(largest)
+    browser.value(f"{CHOOSE}('Color by', 'left_out')")
+    assert "6 of the shown tokens left out" in browser.value("document.body.innerText")
+    browser.value(f"{CHOOSE}('Step', 1)")
+    browser.value(f"{CHOOSE}('Color by', 'gaps')")
+    assert "after 3 updates of this batch" in browser.value("document.body.innerText")
+    assert browser.value("document.querySelectorAll('.tokens img').length") == 0
+    assert browser.messages == []
+
+
+def _said(number: float) -> str:
+    """As JavaScript writes it."""
+    return repr(number).removesuffix(".0")
+
+
+def test_colors_follow_sign_and_size(browser, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([make_run(tmp_path / "run", 2)])))
+    browser.open(page, 1280)
+
+    def parts(scale: str, values: list[float]) -> tuple[list[list[int]], list[str]]:
+        painted, labels = browser.value(
+            f"(({{paint, legend}}) => [{values}.map(paint), legend.map(ramp => ramp.label)])"
+            f"(paletteOf('{scale}', {values}))"
+        )
+        return [list(map(int, re.findall("[0-9]+", color))) for color in painted], labels
+
+    (deep, pale, zero, low, high), labels = parts("signed", [-2.0, -1.0, 0.0, 1.05, 1.15])
+    assert zero == [255] * 3 and deep[0] > deep[2] and high[2] > high[0]
+    assert sum(deep) < sum(pale) < 765 and sum(high) + 128 < sum(low) < 765
+    assert labels == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
+    (one, other), _ = parts("signed", [1.0, 1.0001])
+    assert one == pytest.approx(other, abs=3), "nearly equal values look the same"
+    (less, more), labels = parts("deviation", [-1e-6, 2e-6])
+    assert less[0] > less[2] and more[2] > more[0] and sum(more) < sum(less)
+    assert labels == ["-0.000001", "+0.000002"]
+    assert parts("choice", [0, 1])[1] == ["no", "yes"]
+    assert parts("amount", [0.0, 3.0])[1] == ["0 to 3.00"]
+
+
+def test_two_steps_of_a_prompt_stand_beside_each_other_and_older_files_are_drawn(browser, tmp_path):
+    folder = make_run(tmp_path / "run", 40)
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([folder])))
+    browser.open(page, 1280)
+    browser.value(
+        "{const box = document.querySelector('[aria-label=Step]');"
+        f"{CHOOSE}('Step', [...box.options].findLast(o => o.text === '40, held-out').value)}}"
+    )
+    others = (
+        "[...document.querySelectorAll('[aria-label=\"Beside step\"] option')].map(o => o.text)"
+    )
+    assert browser.value(others) == ["none", "10, held-out", "20, held-out", "30, held-out"]
+    assert "an evaluation makes no forward pass" in browser.value("document.body.innerText")
+    browser.value(f"{CHOOSE}('Color by', 'surprises')")
+    browser.value(
+        "{const box = document.querySelector('[aria-label=\"Beside step\"]');"
+        f"{CHOOSE}('Beside step', box.options[1].value)}}"
+    )
+    columns = """[...document.querySelectorAll(".column")].map(column =>
+        [column.querySelector("h3").textContent, column.getBoundingClientRect().x, column.getBoundingClientRect().y])"""
+    (before, left, top), (after, right, other_top) = browser.value(columns)
+    assert (before, after) == ("step 10, held-out", "step 40, held-out")
+    assert top == other_top and left < right
+    legends = "[...document.querySelectorAll('.column .legend')].map(legend => legend.innerText)"
+    assert len(set(browser.value(legends))) == 1, "one scale for both"
+    browser.resize(390)
+    (_, left, top), (_, right, other_top) = browser.value(columns)
+    assert left == right and top < other_top
+    assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+
+    (folder / "eval_samples.jsonl").unlink()
+    path, new = folder / "samples.jsonl", ("rollout_logprobs", "loss_mask", "token_weights")
+    older = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(
+            json.dumps({key: value for key, value in sample.items() if key not in new}) + "\n"
+            for sample in older
+        )
+    )
+    page.write_text(write_page(read_runs([folder])))
+    browser.open(page, 1280)
+    assert browser.value("document.querySelector('[aria-label=\"Color by\"]').value") == "entropies"
+    for by, why in (
+        ("gaps", "samples.jsonl has no log-probs of the engine"),
+        ("left_out", "no mask"),
+    ):
+        browser.value(f"{CHOOSE}('Color by', '{by}')")
+        assert why in browser.value("document.querySelector('.column').innerText")
+    browser.value("document.querySelector('.tokens span').click()")
+    assert browser.value(PANEL)["engine's log-prob"] == "–" != browser.value(PANEL)["entropy"]
+    assert browser.messages == []
+
+
 def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
     """A torn line at the end of every file; runs without events, or without anything but a first
     line."""
@@ -632,6 +786,25 @@ def test_values_of_a_wrong_type_are_named_with_their_line(
     told = capsys.readouterr().err
     assert complaint in told and "line " in told and "Traceback" not in told
     assert status == (2 if file == "metrics.jsonl" else 0)
+
+
+def test_of_a_long_completion_the_page_has_both_ends_and_the_worst_tokens(tmp_path):
+    folder = make_run(tmp_path / "run", 1)
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    numbers = {key: values * 100 for key, values in sample.items() if isinstance(values, list)}
+    numbers["rollout_logprobs"] = [*numbers["logprobs"]]
+    numbers["rollout_logprobs"][2222] += 3
+    numbers["entropies"][3333] = None
+    (folder / "samples.jsonl").write_text(json.dumps(sample | numbers) + "\n")
+    data = page_data(read_runs([folder]), None, lambda: 0.0)
+    ((entry,), (group,)) = data["samples"][0]["steps"], data["samples"][0]["steps"][0]["groups"]
+    (shown,) = group["completions"]
+    places = shown["places"]
+    assert not entry["held_out"] and shown["length"] == 4500 and len(places) == 600
+    assert {0, 299, 2217, 2222, 2227, 3333, 4440, 4499} <= set(places)
+    assert places == sorted(places) and 2216 not in places
+    assert shown["rollout_logprobs"][places.index(2222)] - numbers["logprobs"][2222] == 3
+    assert shown["token_ids"] == [numbers["token_ids"][place] for place in places]
 
 
 def test_thinned_curves_keep_every_extreme_and_gap():
