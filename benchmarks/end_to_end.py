@@ -128,6 +128,12 @@ WORKLOADS = {
     "smollm2-bf16": replace(REAL_MODEL, dtype="bf16"),
 }
 
+SAID = {
+    "toy": "with the toy policy",
+    "large": "with 20 million parameters",
+    "smollm2": "with SmolLM2-135M",
+    "smollm2-bf16": "with SmolLM2-135M in bf16",
+}
 # name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of
 # its processes
 OURS: dict[str, tuple[str, int]] = {
@@ -493,6 +499,7 @@ def finished(run: Run, work: Path, busiest: float) -> dict[str, Any]:
 def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
     about = {"system": run.system, "policy": run.policy, "seed": run.seed, "options": run.options}
     about |= {"threads": run.threads, "commit": common.commit()}
+    about["processor"] = common.environment()["device"]
     started = time.time()
     try:
         start = start_trl if run.system == "trl" else start_ours
@@ -569,7 +576,8 @@ def seconds_to_target(result: dict[str, Any]) -> float | None:
 
 def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, smallest and largest over the seeds; the error if there was one."""
-    about = {name: results[0][name] for name in ("system", "policy", "options", "threads")}
+    named = ("processor", "system", "policy", "options", "threads")
+    about = {name: results[0][name] for name in named}
     about |= {f"{name}s": [result[name] for result in results] for name in ("seed", "commit")}
     about["percent_busy_before"] = [result["busy_before"] for result in results]
     errors = [result["error"] for result in results if "error" in result]
@@ -584,9 +592,14 @@ def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """What was measured, and the rows of other processors, policies, and systems that are there."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
-        groups.setdefault((result["policy"], result["system"]), []).append(result)
+        groups.setdefault(identity(result), []).append(result)
+    there = json.loads(args.output.read_text()) if args.output.exists() else {"systems": []}
+    rows = {identity(row): row for row in there["systems"]}
+    rows |= {key: system_row(group) for key, group in groups.items()}
+    workloads = {name: asdict(workload(name, args)) for name in args.policies}
     return {
         "what": "one update per 8 completions of each prompt, the same in every system "
         "(benchmarks/end_to_end.py)",
@@ -595,10 +608,27 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
             "estimator": "grpo",
             "target_accuracy": TARGET,
             "warm_up_steps_left_out": WARM_UP_STEPS,
-            "workloads": {name: asdict(workload(name, args)) for name in args.policies},
+            "workloads": there.get("settings", {}).get("workloads", {}) | workloads,
         },
-        "systems": [system_row(group) for group in groups.values()],
+        "systems": [rows[key] for key in sorted(rows, key=place)],
     }
+
+
+def identity(row: dict[str, Any]) -> tuple[str, ...]:
+    """What makes two rows rows of the same."""
+    return row["processor"], row["policy"], row["system"]
+
+
+def place(key: tuple[str, ...]) -> tuple[Any, ...]:
+    """In the table: policies and systems as they are listed here."""
+    processor, policy, system = key
+    systems = [*OURS, "trl"]
+    return (
+        processor,
+        [*WORKLOADS].index(policy),
+        system not in systems,
+        [*systems, system].index(system),
+    )
 
 
 def git(*arguments: str) -> str:
@@ -626,8 +656,8 @@ def fingerprint(*files: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def table(result: dict[str, Any]) -> str:
-    """All systems and policies."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """All systems and policies of a processor."""
     header = [
         "policy",
         "system",
@@ -639,7 +669,7 @@ def table(result: dict[str, Any]) -> str:
         "s to 75 %",
         "accuracy",
     ]
-    return markdown_table(header, [table_row(row) for row in result["systems"]])
+    return markdown_table(header, [table_row(row) for row in rows])
 
 
 def table_row(row: dict[str, Any]) -> list[str]:
@@ -659,55 +689,69 @@ def number(value: dict[str, float] | None, places: int) -> str:
     return median if low == high else f"{median} ({low}-{high})"
 
 
-def errors_text(result: dict[str, Any]) -> str:
+def errors_text(rows: list[dict[str, Any]]) -> str:
     """What the systems that did not run said."""
-    found = {row["system"]: row["error"] for row in result["systems"] if "error" in row}
+    found = {row["system"]: row["error"] for row in rows if "error" in row}
     return "\n\n".join(
         f"`{system}` does not run:\n\n```text\n{error}\n```" for system, error in found.items()
     )
 
 
-def settings_text(result: dict[str, Any]) -> str:
-    """One line of what the numbers come from."""
-    rows = [row for row in result["systems"] if "versions" in row]
+def settings_text(rows: list[dict[str, Any]], workloads: dict[str, Any]) -> str:
+    """One line of what a processor's numbers come from."""
     versions = {
         name: number
         for row in rows
-        for name, number in row["versions"].items()
+        for name, number in row.get("versions", {}).items()
         if name in ("torch", "trl")
     }
     named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
-    seeds = max(len(row["seeds"]) for row in result["systems"])
-    steps = ", ".join(
-        f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items()
-    )
-    machine = f"{result['device']}, {result['cores']} cores"
-    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
+    seeds = max(len(row["seeds"]) for row in rows)
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    steps = ", ".join(f"{workloads[name]['steps']} steps of {name}" for name in policies)
+    return f"{rows[0]['processor']}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
 
 
 def document() -> str:
-    """What docs/performance.md shows."""
-    result = common.load(RESULT.name)
-    return "\n\n".join(filter(None, [settings_text(result), table(result), errors_text(result)]))
+    """What docs/performance.md shows: a table of each processor."""
+    return document_of(common.load(RESULT.name))
 
 
-def _medians(policy: str, system: str) -> dict[str, float]:
-    rows = common.load(RESULT.name)["systems"]
-    row = next(row for row in rows if (row["policy"], row["system"]) == (policy, system))
+def document_of(result: dict[str, Any]) -> str:
+    parts = []
+    for rows in by_processor(result["systems"]).values():
+        parts.append(settings_text(rows, result["settings"]["workloads"]))
+        parts += filter(None, [table(rows), errors_text(rows)])
+    return "\n\n".join(parts)
+
+
+def by_processor(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    processors = dict.fromkeys(row["processor"] for row in rows)
+    return {name: [row for row in rows if row["processor"] == name] for name in processors}
+
+
+def medians(result: dict[str, Any]) -> dict[tuple[str, ...], dict[str, float]]:
+    """By what a row is of; rows of runs that failed have none."""
     return {
-        name: value["median"]
-        for name, value in row.items()
-        if isinstance(value, dict) and "median" in value
+        identity(row): {
+            name: value["median"]
+            for name, value in row.items()
+            if isinstance(value, dict) and "median" in value
+        }
+        for row in result["systems"]
+        if "error" not in row
     }
 
 
 def reasons() -> str:
-    """Where the time goes, beside TRL's."""
+    """Where the time goes, beside TRL's, on the processor that was measured last."""
+    result = common.load(RESULT.name)
+    found = {key[1:]: row for key, row in medians(result).items() if key[0] == result["device"]}
     toy, toy_trl, large, large_trl = (
-        _medians(policy, system) for policy in ("toy", "large") for system in ("ours", "trl")
+        found[policy, system] for policy in ("toy", "large") for system in ("ours", "trl")
     )
-    one, large_one = _medians("toy", "ours-1-engine"), _medians("large", "ours-1-engine")
-    stream, large_stream = _medians("toy", "ours-streaming"), _medians("large", "ours-streaming")
+    one, large_one = found["toy", "ours-1-engine"], found["large", "ours-1-engine"]
+    stream, large_stream = found["toy", "ours-streaming"], found["large", "ours-streaming"]
     return common.wrapped(
         "\n".join(
             [
@@ -735,15 +779,20 @@ def reasons() -> str:
 
 def laptop() -> str:
     """One sentence for docs/performance.md."""
-    (toy, toy_trl), (large, large_trl) = (
-        [_medians(policy, system)["step"] for system in ("ours", "trl")]
-        for policy in ("toy", "large")
-    )
+    result = common.load(RESULT.name)
+    found = medians(result)
+    parts = []
+    for processor, rows in by_processor(result["systems"]).items():
+        steps = ", ".join(
+            f"{found[identity(row)]['step']:.2f} s and "
+            f"{found[processor, row['policy'], 'trl']['step']:.2f} s {SAID[row['policy']]}"
+            for row in rows
+            if row["system"] == "ours"
+        )
+        parts.append(f"{steps} ({processor})")
     return common.wrapped(
-        f"- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes {toy:.2f} "
-        f"s here and {toy_trl:.2f} s there with the toy policy, {large:.1f} s and "
-        f"{large_trl:.1f} s with 20 million parameters "
-        "([record](../benchmarks/results/end_to_end_cpu.json))."
+        "- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes, here and there, "
+        f"{'; '.join(parts)} ([record](../benchmarks/results/end_to_end_cpu.json))."
     )
 
 
@@ -753,6 +802,12 @@ TEXTS = {"table": document, "reasons": reasons, "laptop": laptop}
 # --------------------------------------------------------------------------------------------------
 # The program
 # --------------------------------------------------------------------------------------------------
+
+
+def usual_policies() -> list[str]:
+    """All that this processor has instructions for."""
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    return [name for name, load in WORKLOADS.items() if load.dtype == "fp32" or words & BF16_FLAGS]
 
 
 def workload(policy: str, args: argparse.Namespace) -> Workload:
@@ -780,8 +835,9 @@ def planned(args: argparse.Namespace) -> list[Run]:
     runs = []
     for policy in args.policies:
         load = workload(policy, args)
+        usual = [*ours, "trl"] if not policy.startswith("smollm2") else ["ours", "trl"]
         for seed in args.seeds:
-            for system in args.systems or [*ours, "trl"]:
+            for system in args.systems or usual:
                 options, threads = ("", cores) if system == "trl" else ours[system]
                 code = code_fingerprint(system, load)
                 runs.append(Run(system, options, threads, policy, load, seed, code))
@@ -801,7 +857,7 @@ def main() -> None:
         metavar="NAME[@THREADS]=OPTIONS",
         help="one more system: this project with these options",
     )
-    add("--policies", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    add("--policies", nargs="+", default=usual_policies(), choices=WORKLOADS)
     add("--seeds", nargs="+", type=int, default=[1, 2, 3])
     default_steps = ", ".join(f"{name} {load.steps}" for name, load in WORKLOADS.items())
     add("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
@@ -821,8 +877,8 @@ def main() -> None:
     if not args.table:
         args.work = args.work.resolve()
         results = [finished(run, args.work, args.busiest) for run in planned(args)]
-        common.write(args.output, record(args, results))
-    print(table(json.loads(args.output.read_text())))
+        common.write(args.output, record(args, results), kept=True)
+    print(document_of(json.loads(args.output.read_text())))
     if args.output.resolve() == RESULT:
         common.write_pages()
 

@@ -68,7 +68,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         *(f"openrlhf_ext/{part}" for part in _STEP),
         *(
             f"benchmarks/end_to_end_{name}"
-            for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")
+            for name in ("arithmetic.py", "number.py", "reward.py", "trl.py", "trl.lock")
         ),
     ),
     "exact_cpu.json": (

@@ -392,7 +392,7 @@ def test_exact(call, results, tmp_path, toys, commands, monkeypatch):
 # ---- end_to_end
 
 
-def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
+def test_end_to_end(call, results, toys, tmp_path, commands, monkeypatch):
     module = program("end_to_end")
     monkeypatch.setattr(module, "QUIET_S", 0.01)
 
@@ -416,10 +416,30 @@ def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
         return 0, 2**30
 
     monkeypatch.setattr(module, "run_logged", started)
-    call(module, "--seeds", 1, "--steps", 10, "--busiest", 101, "--work", tmp_path / "work")
-    rows = held(module, "end_to_end_cpu.json")["systems"]
-    assert not any("error" in row for row in rows)
-    assert {row["system"] for row in rows} == {*module.OURS, "trl"}
+    example = module.run_example
+
+    def ran(name: str, *arguments: object) -> str:
+        """The toys in place of what the package index has."""
+        if name == "real_model":
+            return f"{toys / 'policy'}\n"
+        if name == "gym_task":
+            Path(arguments[1]).mkdir(parents=True)
+            (Path(arguments[1]) / "train.jsonl").write_text(raw)
+            return ""
+        return example(name, *arguments)
+
+    raw = json.dumps({"question": "What is 2 + 3?", "answer": "5"}) + "\n"
+    raw *= module.REAL_MODEL.prompts * 10
+    monkeypatch.setattr(module, "run_example", ran)
+    words = ["--seeds", 1, "--steps", 10, "--busiest", 101, "--work", tmp_path / "work"]
+    call(module, *words, "--policies", *module.WORKLOADS)
+    kept = held(module, "end_to_end_cpu.json")["systems"]
+    rows = [row for row in kept if row["processor"] == record.environment()["device"]]
+    assert not any("error" in row for row in kept)
+    assert {row["system"] for row in rows if row["policy"] == "toy"} == {*module.OURS, "trl"}
+    assert {row["system"] for row in rows if row["policy"] == "smollm2"} == {"ours", "trl"}
+    (prompts,) = tmp_path.glob("work/data/*/smollm2/train-80.jsonl")
+    assert "<|im_start|>" in prompts.read_text()
 
 
 TRL_SIDE = """
@@ -503,6 +523,16 @@ def test_rewards_need_nothing_that_trl_has_not_and_are_the_quickstarts():
         reward_func(["3+4=?" + text], ["3+4=?"], ["3+4=7\n#### 7"]) for text in texts
     ]
     assert [answer["rewards"] for answer in answers[1::2]][3] == 1.0
+
+
+def test_the_number_reward_is_the_real_models():
+    from end_to_end_number import reward_func as number
+    from reward_gsm8k import reward_func as gsm8k
+
+    texts = ["7", "3 + 4 = 7", "It is -7.", "7 and 8", "none", "", "The answer is 7.<|im_end|>", "17"]
+    for text in texts:
+        asked = (["What?" + text], ["What?"], ["7"])
+        assert number(*asked)["rewards"] == gsm8k(*asked)["rewards"], text
 
 
 def test_the_trl_side_needs_nothing_of_ours(toys, tmp_path):
