@@ -421,7 +421,7 @@ def test_end_to_end(call, results, toys, tmp_path, commands, monkeypatch):
     def ran(name: str, *arguments: object) -> str:
         """The toys in place of what the package index has."""
         if name == "real_model":
-            return f"{toys / 'policy'}\n"
+            return f"{toys / 'chat'}\n"
         if name == "gym_task":
             Path(arguments[1]).mkdir(parents=True)
             (Path(arguments[1]) / "train.jsonl").write_text(raw)
@@ -439,7 +439,7 @@ def test_end_to_end(call, results, toys, tmp_path, commands, monkeypatch):
     assert {row["system"] for row in rows if row["policy"] == "toy"} == {*module.OURS, "trl"}
     assert {row["system"] for row in rows if row["policy"] == "smollm2"} == {"ours", "trl"}
     (prompts,) = tmp_path.glob("work/data/*/smollm2/train-80.jsonl")
-    assert "<|im_start|>" in prompts.read_text()
+    assert "What is 2 + 3?" in prompts.read_text()
 
 
 TRL_SIDE = """
@@ -526,7 +526,7 @@ def test_rewards_need_nothing_that_trl_has_not_and_are_the_quickstarts():
 
 
 def test_the_number_reward_is_the_real_models():
-    from end_to_end_number import reward_func as number
+    from benchmarks.end_to_end_number import reward_func as number
     from reward_gsm8k import reward_func as gsm8k
 
     texts = ["7", "3 + 4 = 7", "It is -7.", "7 and 8", "none", "", "The answer is 7.<|im_end|>", "17"]
