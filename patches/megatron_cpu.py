@@ -19,9 +19,12 @@ TP, PP, DP, CP and SP (found by tracing):
   "torch.cuda.FloatTensor"     optimizer.py:1009, clip_grads.py:174,
                                distrib_optimizer.py:401,466,758
   CUDA random states           tensor_parallel/random.py:107,136,303-308,490
-  torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
+  torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler;
+                               transformer/moe/router.py:918, which imports Inductor into every rank
+                               (2.5 s of a core) for a method of inference
   streams and events           transformer/moe/token_dispatcher.py:469,922-949: sizes on their way
                                to the host
+  import of wandb              timers.py:13, which logs nothing in a rank
   import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every schedule,
                                not called on a CPU
 Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left
@@ -60,6 +63,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf_ext.patches.base import Patch, PatchRefused
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.patches.import_hooks import patch_finder
+from openrlhf_ext.patches.openrlhf_imports import deferring
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -93,6 +97,7 @@ def _install() -> None:
         )
     for package in _PATCHED_PACKAGES:
         patch_finder.load_with(package, _CpuLoader)
+    patch_finder.run_around("megatron.core.timers", _without_wandb)
 
 
 def _need() -> tuple[bool, str]:
@@ -193,6 +198,16 @@ def _runs_on_cpu(package: str) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _without_wandb(module: ModuleType) -> Iterator[None]:
+    """A rank logs nothing there: half a second of a core."""
+    if not _runs_on_cpu("megatron.core"):
+        yield
+        return
+    with deferring(PATCH, ("wandb",), module):
+        yield
+
+
 @functools.cache
 def bytecode_folder() -> Path:
     """Where rewritten bytecode is kept: in the environment, and apart for each version of this
@@ -212,6 +227,13 @@ def rewrite_for_cpu(source: bytes | str, path: str = "<megatron>") -> ast.Module
 
 
 class _CudaToCpu(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.decorator_list = [
+            each for each in node.decorator_list if ast.unparse(each) != "torch.compile"
+        ]
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = _torch_cuda_name(node.func)

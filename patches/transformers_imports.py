@@ -7,6 +7,7 @@ Wrong there: modules that every process needs import, at their top, what a few u
   models/auto/auto_factory.py:41                   generation (torch's compiler, FSDP), for remote
                                                    models
   loss/loss_for_object_detection.py:27 and others  scipy.optimize
+  configuration_utils.py:36                        tokenizers of GGUF files
 That is a second of a processor in the driver and in every command that reads a tokenizer, a third
 of one in an engine.
 
@@ -45,6 +46,10 @@ def _install() -> None:
             f"transformers.loss.loss_{name}", partial(deferring, PATCH, ("scipy.optimize",))
         )
     patch_finder.run_around("transformers.models.auto.auto_factory", _without_generation)
+    patch_finder.run_around(
+        "transformers.configuration_utils",
+        partial(deferring, PATCH, ("transformers.modeling_gguf_pytorch_utils",)),
+    )
 
 
 PATCH = Patch(

@@ -7,12 +7,15 @@ need:
   env_override.py                      torch's compiler, to change a list of it
   multimodal/audio.py:22               scipy.signal, for sound
   v1/engine/async_llm.py:25, v1/structured_output/__init__.py:10  fastapi, for a server
-That is two of the six seconds of a processor in which an engine starts.
+  entrypoints/mcp/tool.py:8            openai's types, for tools of a server
+  tracing/otel.py:17                   opentelemetry and grpc, for a server's traces
+  and torch/_inductor/__init__.py:12   torch's compiler, where vLLM asks for the name of a base class
+That is four of the eight seconds of a processor in which an engine starts.
 
 Changes: these import statements, and no others, bind names that import their module when they are
 first used. Where nothing is compiled (TORCHDYNAMO_DISABLE=1, as in our engines on CPU) the first
-finds no compiler, and leaves the list. Another vLLM is left as it is: its engines only start more
-slowly.
+finds no compiler, and leaves the list, and vLLM finds no opentelemetry, which it does without.
+Another vLLM is left as it is: its engines only start more slowly.
 
 Remove when: vLLM imports these inside the functions that use them.
 """
@@ -32,16 +35,24 @@ from openrlhf_ext.patches.openrlhf_imports import deferring
 
 # importing module -> what its import statements do not import yet
 DEFERRED = {
+    "torch._inductor": ("torch._inductor.standalone_compile",),
+    "vllm.entrypoints.mcp.tool": (
+        "openai.types.responses.response_function_tool_call_output_item",
+        "openai_harmony",
+    ),
     "vllm.multimodal.audio": ("scipy.signal",),
     "vllm.v1.engine.async_llm": ("vllm.entrypoints.serve.elastic_ep.middleware",),
     "vllm.v1.structured_output": ("vllm.parser.engine.adapters",),
 }
+# importing module -> what it does without if it is not there
+HIDDEN = {"vllm.env_override": "torch._inductor", "vllm.tracing.otel": "opentelemetry"}
 
 
 def _install() -> None:
     for importer, modules in DEFERRED.items():
         patch_finder.run_around(importer, partial(deferring, PATCH, modules))
-    patch_finder.run_around("vllm.env_override", _without_compiler)
+    for importer, module in HIDDEN.items():
+        patch_finder.run_around(importer, partial(_without, module))
 
 
 PATCH = Patch(
@@ -61,13 +72,13 @@ PATCH = Patch(
 
 
 @contextmanager
-def _without_compiler(_: ModuleType) -> Iterator[None]:
-    """In the body ``torch._inductor`` cannot be imported, if nothing will be compiled."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._inductor" in sys.modules:
+def _without(name: str, _: ModuleType) -> Iterator[None]:
+    """In the body the module cannot be imported, if nothing will be compiled."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or name in sys.modules:
         yield
         return
-    sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an ImportError for whoever asks
+    sys.modules[name] = None  # type: ignore[assignment]  # an ImportError for whoever asks
     try:
         yield
     finally:
-        del sys.modules["torch._inductor"]
+        del sys.modules[name]

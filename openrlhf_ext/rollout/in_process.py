@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from vllm import AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from vllm import AsyncEngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -231,6 +231,8 @@ async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
     vLLM raises."""
     if in_process:
         return await InProcessEngine.start(engine_args)
+    from vllm import AsyncLLMEngine  # with what only its own process needs
+
     llm = AsyncLLMEngine.from_engine_args(engine_args)
     await llm.is_sleeping()
     take_down_with_me()

@@ -526,10 +526,20 @@ def test_rewards_need_nothing_that_trl_has_not_and_are_the_quickstarts():
 
 
 def test_the_number_reward_is_the_real_models():
-    from benchmarks.end_to_end_number import reward_func as number
     from reward_gsm8k import reward_func as gsm8k
 
-    texts = ["7", "3 + 4 = 7", "It is -7.", "7 and 8", "none", "", "The answer is 7.<|im_end|>", "17"]
+    from benchmarks.end_to_end_number import reward_func as number
+
+    texts = [
+        "7",
+        "3 + 4 = 7",
+        "It is -7.",
+        "7 and 8",
+        "none",
+        "",
+        "The answer is 7.<|im_end|>",
+        "17",
+    ]
     for text in texts:
         asked = (["What?" + text], ["What?"], ["7"])
         assert number(*asked)["rewards"] == gsm8k(*asked)["rewards"], text

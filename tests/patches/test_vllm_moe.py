@@ -15,7 +15,7 @@ from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.patches.import_hooks import MARK, change_once
 from tests.patience import PATIENCE_S
 
-TOLERANCE = 1e-5
+TOLERANCE = 3e-5  # nats in fp32; what is wrong is off by more than 0.5
 
 
 def served(way: str) -> subprocess.CompletedProcess[str]:

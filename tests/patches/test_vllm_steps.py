@@ -14,8 +14,8 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import layernorm
-from vllm.platforms import current_platform
 from vllm.platforms import cpu as cpu_platform
+from vllm.platforms import current_platform
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
