@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,32 +20,33 @@ from tests.models import make_tiny_model, rows_of, save_tensors
 from tests.patience import PATIENCE_S
 
 
-def run(*words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "openrlhf_ext.cli.convert", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+def sharded(folder: Path, family: str) -> Path:
+    """A checkpoint in several files, rounded to bf16."""
+    make_tiny_model(folder / "m", family)
+    tensors = {name: t.bfloat16() for name, t in load_file(folder / "m/model.safetensors").items()}
+    save_tensors(tensors, folder / "m", folder / "sharded", max_shard_bytes=20_000)
+    return folder / "sharded"
 
 
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("qwen3", ("--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)),
-        ("qwen2_moe", ("--ep", 2, "--tp", 2, "--sp")),
-    ],
-)
-def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path, family, words):
-    """Rounded to bf16, in several files, read as fp32: nothing may be lost on the way."""
-    make_tiny_model(tmp_path / "m", family)
-    tensors = {
-        name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()
-    }
-    save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
-    done = run("--check", tmp_path / "sharded", *words)
+UNCHANGED = ("bit-identical to the files", "is loaded and exported unchanged")
+
+
+def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
+    """Read as fp32: nothing may be lost on the way. Stages and tensor parallelism at once:
+    tests/megatron/test_weights.py."""
+    words = ["--check", str(sharded(tmp_path, "qwen3")), "--pp", "2", "--last_layers", "1"]
+    command = [sys.executable, "-m", "openrlhf_ext.cli.convert", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stderr == "", "libraries have no word"
-    assert (
-        "bit-identical to the files" in done.stdout
-        and "is loaded and exported unchanged" in done.stdout
-    )
+    assert all(part in done.stdout for part in UNCHANGED)
+
+
+def test_a_mixtures_experts_are_dealt_on_the_way(tmp_path, capsys):
+    words = ["--check", str(sharded(tmp_path, "qwen2_moe")), "--ep", "2", "--tp", "2", "--sp"]
+    assert convert.main(words) == 0
+    said = capsys.readouterr().out
+    assert all(part in said for part in UNCHANGED)
 
 
 @pytest.fixture(scope="module")

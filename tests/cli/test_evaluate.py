@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from openrlhf_ext.cli.evaluate import main
 from openrlhf_ext.locks import FolderLock
 from openrlhf_ext.tools.evaluate.result import summarize, tables
+from tests.e2e.jobs import FORKED, behind
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
 
@@ -383,13 +384,16 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     assert main(options(whole)) == 0
     command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *options(killed)]
     process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=os.environ | FORKED, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     file = killed / "aime24.jsonl"
     try:
         until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 2, "no problem is graded")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            command = behind(psutil.Process(process.pid))
+            for each in (*command.children(recursive=True), command):
+                each.kill()
         process.wait(PATIENCE_S)
     text = (whole / "aime24.jsonl").read_bytes()
     assert text.startswith(file.read_bytes())
@@ -445,6 +449,7 @@ def test_the_greedy_answers_of_vllm_are_those_of_transformers_and_it_goes_on_whe
     run = partial(
         subprocess.run,
         [*command, "--engine", "vllm"],
+        env=os.environ | FORKED,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -15,6 +15,7 @@ from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
 from openrlhf_ext.planning.memory import GIB
 from openrlhf_ext.planning.search import Planner
+from openrlhf_ext.tools.plan import layout_proof
 from tests.config.conftest import MIXTURE, MODEL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -112,6 +113,27 @@ def own_model(recipe: Path, folder: Path) -> list[str]:
     return ["--actor.model_name_or_path", "made"]
 
 
+@pytest.fixture(scope="module")
+def proved() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def proved_once(proved: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes that share a model and a layout, and differ in the method, share the proof: it is a
+    function of these."""
+    prove = layout_proof.prove_layout
+
+    def once(folder: str, *facts: Any) -> Any:
+        key = repr(((Path(folder) / "config.json").read_text(), *facts))
+        if key not in proved:
+            proved[key] = prove(folder, *facts)
+        return proved[key]
+
+    monkeypatch.setattr(layout_proof, "prove_layout", once)
+
+
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: Path, capsys):
     """Its model's shape is that of configs/models; only the toy policy is made first. One of each

@@ -24,6 +24,9 @@ JOB_S = 3 * PATIENCE_S  # for a whole job
 
 # where ranks are not what is tested: each one costs seconds to start
 ONE_RANK = {"actor__num_gpus_per_node": 1, "megatron__tensor_parallel_size": 1}
+# in the environment of `python -m ...`: it may be forked (tests/forks), and spares its imports; by the
+# server of its ranks, whose environment has the second variable
+FORKED = {"OPENRLHF_EXT_TESTS_FORKED": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -103,12 +106,15 @@ class Job:
         log: Path,
         module: str = "openrlhf_ext.cli.train_ppo_ray",
         program: Sequence[str] | None = None,
+        forked: bool = True,
     ) -> None:
+        """``forked``: ``process`` may stand in for the command (tests/forks)."""
         self.log = log
         command = [*(program or (sys.executable, "-m", module)), *options]
+        env = os.environ | (FORKED if forked and not program else {})
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
+                command, stdout=out, stderr=out, start_new_session=True, env=env
             )
         self.seen: dict[int, psutil.Process] = {}
         Job.started.append(self)
@@ -182,6 +188,8 @@ class Job:
         """Kills everything that is left of the job."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGSTOP)  # so that it starts nothing meanwhile
+            with suppress(psutil.NoSuchProcess):
+                behind(psutil.Process(self.process.pid)).suspend()
         self.look()
         for process in self.living():
             with suppress(psutil.NoSuchProcess):
@@ -193,15 +201,20 @@ class Job:
 def children(process: psutil.Process) -> list[psutil.Process]:
     """Its children and theirs, also the workers that were forked for one of them (tests/forks)."""
     found = process.children(recursive=True)
-    # not of pytest's: tests/gpu by itself
-    if (forks := os.environ.get("OPENRLHF_EXT_TESTS_FORKS")) is None:
-        return found
-    for parent in list(found):
-        forked = Path(forks, f"{parent.pid}.forked")
-        with suppress(FileNotFoundError, psutil.NoSuchProcess):
-            other = psutil.Process(int(forked.read_text()))
-            found += [other, *children(other)]
+    for parent in [process, *found]:
+        with suppress(psutil.NoSuchProcess):
+            if (other := behind(parent)) != parent:
+                found += [other, *children(other)]
     return found
+
+
+def behind(process: psutil.Process) -> psutil.Process:
+    """The process for which this one stands in, or itself."""
+    # not of pytest's: tests/gpu by itself
+    if (forks := os.environ.get("OPENRLHF_EXT_TESTS_FORKS")) is not None:
+        with suppress(FileNotFoundError):
+            return psutil.Process(int(Path(forks, f"{process.pid}.forked").read_text()))
+    return process
 
 
 def is_alive(process: psutil.Process) -> bool:

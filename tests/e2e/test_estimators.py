@@ -25,7 +25,7 @@ from openrlhf_ext.megatron.step.dealing import mini_batch_order
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.estimators import OPTIONS, SAME_FOR_ALL
-from tests.e2e.jobs import JOB_S, REWARD, Task
+from tests.e2e.jobs import FORKED, JOB_S, REWARD, Task
 
 REPORTED_BY_ALL = {
     "loss/clip_fraction",
@@ -58,7 +58,7 @@ def test_two_steps_with_every_estimator(tmp_path):
     command = [sys.executable, "-m", "tests.e2e.estimators", str(tmp_path)]
     root = Path(__file__).resolve().parent.parent.parent
     run = subprocess.run(
-        command, cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S
+        command, cwd=root, env=os.environ | FORKED, capture_output=True, text=True, timeout=JOB_S
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     for estimator in OPTIONS:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.reporting import is_documented
-from tests.e2e.jobs import JOB_S, Task
+from tests.e2e.jobs import FORKED, JOB_S, Task
 
 pytestmark = pytest.mark.e2e
 PROMPTS, SAMPLES, STEPS = 32, 4, 4
@@ -47,7 +47,7 @@ def task(tmp_path_factory) -> Task:
     )
     command = [sys.executable, "-m", "tests.e2e.modes", str(folder)]
     run = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S
+        command, cwd=ROOT, env=os.environ | FORKED, capture_output=True, text=True, timeout=JOB_S
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.reporting.lines import read_lines
-from tests.e2e.jobs import JOB_S, ONE_RANK, Job, Task
+from tests.e2e.jobs import FORKED, JOB_S, ONE_RANK, Job, Task
 from tests.models import make_reward_model, make_tiny_policy
 
 pytestmark = pytest.mark.e2e
@@ -31,7 +31,7 @@ def task(tmp_path_factory):
     run = subprocess.run(
         [sys.executable, "-m", "tests.e2e.ppo", str(folder)],
         cwd=root,
-        env=dict(os.environ),
+        env=os.environ | FORKED,
         capture_output=True,
         text=True,
         timeout=JOB_S,

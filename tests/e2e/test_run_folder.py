@@ -56,7 +56,7 @@ def running(tmp_path_factory):
         logger__peak_tflops=0.01,
     )
     options += ["--logger.wandb.project", f"https://me:{PASSWORD}@wandb/x?token=t0ken"]
-    job = Job([*options, "--train.drift_check"], task.folder / "log")
+    job = Job([*options, "--train.drift_check"], task.folder / "log", forked=False)
     job.wait_for(r"\n +1/3 ")
     job.process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
     (gcs,) = job.named("gcs_server")

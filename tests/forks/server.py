@@ -1,5 +1,5 @@
-"""A process that has imported what Ray's workers import from other packages, and forks workers
-(sitecustomize.py).
+"""A process that has imported what Ray's workers and whole commands import from other packages, and
+forks them (sitecustomize.py).
 
 Neither openrlhf_ext, nor vLLM, nor Megatron, nor Ray is imported here: their patches, environments,
 and threads are the worker's own. Every worker is a process as any other, apart from its parent.
@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from typing import Any
 
 _IMPORTS = (
@@ -115,11 +116,14 @@ def fork(address: str, connection: socket.socket) -> tuple[int, str] | None:
     os.rename(note + ".new", note)
     for stream in streams:
         os.close(stream)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # serve sees that it died
+        connection.send(str(pid).encode())
     return pid, note
 
 
 def run(worker: dict[str, Any], streams: list[int]) -> int:
-    """Runs Ray's worker program as its stand-in would have; returns the exit status."""
+    """Runs Ray's worker program, or a module, as its stand-in would have; returns the exit
+    status."""
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
     os.closerange(3, 256)  # of the server and of other workers
@@ -132,15 +136,21 @@ def run(worker: dict[str, Any], streams: list[int]) -> int:
     random.seed()
     sys.argv = worker["argv"]
     sys.orig_argv[1:] = sys.argv
-    sys.path[0] = os.path.dirname(sys.argv[0])
     code: Any = 0
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0] == "-m":
+            sys.path[0] = worker["cwd"]
+            name, sys.argv = sys.argv[1], sys.argv[1:]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(sys.argv[0])
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
         code = error.code or 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads as any interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -26,6 +26,7 @@ from openrlhf_ext.locks import FolderLock
 from openrlhf_ext.run.ending import listened
 from openrlhf_ext.tools.merge import merge
 from tests.config.conftest import load_supervised
+from tests.e2e.jobs import FORKED, behind
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
@@ -437,13 +438,10 @@ def ended_by(task: Task, name: str, ranks: int, number: int) -> tuple[int, str]:
     its processes."""
     words = task.words(name, **{"model.num_gpus_per_node": ranks, "train.max_epochs": 4000})
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
-    environment, metrics = (
-        os.environ | {"OMP_NUM_THREADS": "1"},
-        task.folder / name / "metrics.jsonl",
-    )
+    metrics = task.folder / name / "metrics.jsonl"
     with subprocess.Popen(
         command,
-        env=environment,
+        env=os.environ | FORKED,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -453,7 +451,8 @@ def ended_by(task: Task, name: str, ranks: int, number: int) -> tuple[int, str]:
         while not (metrics.exists() and "loss/sft" in metrics.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.2)
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        command = behind(psutil.Process(process.pid))
+        (os.killpg if number == signal.SIGINT else os.kill)(command.pid, number)
         said = process.communicate(timeout=PATIENCE_S)[1]
     until(
         lambda: (
@@ -470,7 +469,6 @@ def ended_by(task: Task, name: str, ranks: int, number: int) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("ranks", "number", "status"),
     [
-        (1, signal.SIGTERM, 143),
         (2, signal.SIGTERM, 143),
         (1, signal.SIGHUP, 129),
         (2, signal.SIGINT, 130),
@@ -512,9 +510,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
     words = task.words("lost", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
     metrics = task.folder / "lost/metrics.jsonl"
-    with subprocess.Popen(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen(command, env=os.environ | FORKED, stderr=subprocess.PIPE) as process:
         until(
             lambda: (
                 process.poll() is not None
@@ -522,7 +518,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
             ),
             "a step",
         )
-        psutil.Process(process.pid).children()[1].kill()
+        behind(psutil.Process(process.pid)).children()[1].kill()
         said = process.communicate(timeout=PATIENCE_S)[1].decode()
     assert process.returncode == 1 and "rank 1 has ended with status -9" in said, said
     assert "Traceback" not in said and "rank 0 waited in vain" in said, said
