@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ext.config import exact_rules, precision
+from openrlhf_ext.config import drafts, exact_rules, precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import (
@@ -667,6 +667,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
     evaluations, streaming, reserved_keys, adaptive_kl, two_names, exact_rules.settings,
+    drafts.settings,
 )  # fmt: skip
 
 
