@@ -208,6 +208,13 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
         "here):"
     )
     yield from (f"  {line}" for line in planner.clock.lines())
+    if (drafts := planner.config.vllm.speculative).method != "none":
+        yield (
+            f"  drafts of {drafts.num_tokens} tokens ({drafts.method}), of which "
+            f"{planner.assumed.accepted:g} are accepted (--accepted); a decoding step multiplies "
+            "every weight for all of them, and reads a head once for each (not compared with "
+            "published steps)"
+        )
     per_node = planner.config.actor.num_gpus_per_node
     yield (
         f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: set it if they have more than the "

@@ -50,8 +50,9 @@ RUNS = {
         "train__async_enable": "true",
         "train__num_episodes": 2,
         "ckpt__load_enable": "true",
+        "vllm__speculative__method": "ngram",
     },
-    "streaming": {"train__max_staleness": 2},
+    "streaming": {"train__max_staleness": 2, "vllm__speculative__method": "ngram"},
 }
 
 

@@ -113,6 +113,13 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
     assert after[0]["kl/rollout_max_abs"] < 1e-3, "the engines have the weights of the checkpoint"
 
 
+def test_drafts_are_counted(task):
+    for name in RUNS:
+        records = steps_of(task, name)
+        drafted = [0 <= r["rollout/accepted"] <= 3 for r in records if "rollout/accepted" in r]
+        assert all(drafted) and any(drafted) == (name != "async")
+
+
 def test_every_sample_is_graded_once_and_trained_on_once(task):
     graded = Counter((task.folder / "graded").read_text().splitlines())
     for i in range(PROMPTS):

@@ -23,6 +23,6 @@ from openrlhf_ext.options.sections.run import Ckpt, Data, Logger, Profile, Train
 
 __all__ = [
     "Actor", "Adam", "Advantage", "Algo", "Ckpt", "Critic", "CriticAdam", "Data", "DeepSpeed", "Eval",
-    "Guide", "HeldOutSet", "Kl", "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Speculative", "Train", "Vllm",
-    "WeightSync",
+    "Guide", "HeldOutSet", "Kl", "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Speculative", "Train",
+    "Vllm", "WeightSync",
 ]  # fmt: skip

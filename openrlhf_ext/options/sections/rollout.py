@@ -46,8 +46,6 @@ class Vllm(Section):
 
     needs = {"ds.lora.rank | ds.lora.path": ("lora",)}
 
-    speculative: Speculative = Speculative()
-
     num_engines: Int = option(
         1, "vLLM engines; each has its own GPUs (processes on CPU)", ge=1, le=2**13
     )
@@ -146,6 +144,7 @@ class Vllm(Section):
         "seconds",
         gt=0,
     )
+    speculative: Speculative = Speculative()
 
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way
