@@ -87,28 +87,11 @@ def settings(config: RunConfig) -> Iterator[Violation]:
         ),
     ):
         if is_there:
-            yield _not_with(method, option, value, why)
-    if method != "eagle3":
-        return
-    for option, is_there, value, why in (
-        (
-            "fp8.rollout_enable",
-            config.fp8.rollout_enable,
-            True,
-            "a head that is quantized with the model was not tried",
-        ),
-        (
-            "vllm.lora",
-            config.ds.lora.enabled and config.vllm.lora == "adapter",
-            "adapter",
-            "vLLM would look for adapters of the head's layers, too",
-        ),
-    ):
-        if is_there:
-            yield _not_with(method, option, value, why)
+            yield not_with(method, option, value, why)
 
 
-def _not_with(method: str, option: str, value: object, why: str) -> Violation:
+def not_with(method: str, option: str, value: object, why: str) -> Violation:
+    """Returns that drafts of this kind do not work with this value of another option."""
     return Violation(
         (METHOD, option),
         f"{METHOD} {method} does not work with {option} {value_text(value)}: {why}; leave one of "

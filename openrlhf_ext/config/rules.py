@@ -295,6 +295,16 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def heads_that_draft(config: RunConfig) -> Iterator[Violation]:
+    if config.vllm.speculative.method != "eagle3":
+        return
+    if config.fp8.rollout_enable:
+        why = "a head beside layers in FP8 was not tried"
+        yield drafts.not_with("eagle3", "fp8.rollout_enable", True, why)
+    if config.ds.lora.enabled and config.vllm.lora == "adapter":
+        yield drafts.not_with("eagle3", "vllm.lora", "adapter", "a head beside them was not tried")
+
+
 def reference(config: RunConfig) -> Iterator[Violation]:
     """A reference policy is either a copy in the policy's host memory or a separate group of
     ranks."""
@@ -667,7 +677,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
     evaluations, streaming, reserved_keys, adaptive_kl, two_names, exact_rules.settings,
-    drafts.settings,
+    drafts.settings, heads_that_draft,
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _NAMED_ABOVE = 1.5  # slowest rank / mean; above it, the terminal names the rank
 _NAMED_FROM_S = 1.0
-_DRAFT_COST = 0.1
+_DRAFTED_IN_A_STEP = 10  # tokens, in the time of a step without drafts
 
 # ---- speed
 
@@ -68,7 +68,7 @@ class DraftWatch:
         checks ``num_tokens`` gives 1 + accepted tokens; each that it checks is taken for a tenth of
         a step without drafts, its drafting included."""
         accepted = record.get("rollout/accepted", math.inf)
-        least = _DRAFT_COST * num_tokens
+        least = num_tokens / _DRAFTED_IN_A_STEP
         if accepted >= least or self._said:
             return
         self._said = True
