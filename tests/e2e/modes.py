@@ -38,6 +38,7 @@ COMMON = {
     "rollout__max_new_tokens": 256,
     "rollout__micro_batch_size": 8,
     "vllm__max_requests": 32,
+    "vllm__speculative__method": "ngram",
 }
 RUNS = {
     "async": {
@@ -50,9 +51,8 @@ RUNS = {
         "train__async_enable": "true",
         "train__num_episodes": 2,
         "ckpt__load_enable": "true",
-        "vllm__speculative__method": "ngram",
     },
-    "streaming": {"train__max_staleness": 2, "vllm__speculative__method": "ngram"},
+    "streaming": {"train__max_staleness": 2},
 }
 
 
