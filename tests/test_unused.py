@@ -40,6 +40,8 @@ LIBRARIES_READ = {
     "set_activation_dtype": "TransformerEngine's modules, of themselves",
     "activation_dtype": "TransformerEngine's modules, of themselves",
     "_load_adapter": "vLLM's LoRA manager, of itself",
+    "_expand_kernel_impl": "vLLM's CPU platform, which registers it for a kernel of Triton's",
+    "spec_token_ids": "vLLM's scheduler, of a request",
     "query_start_loc_np": "vLLM's connector of auxiliary outputs, of a step",
     "aux_output_connector_output": "vLLM's scheduler, of a step's output",
     "num_computed_tokens_np": "vLLM's connector of auxiliary outputs, of a step",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.planning.candidate import Candidate
     from openrlhf_ext.planning.search import Planner
+    from openrlhf_ext.planning.seconds import Assumptions
 
 _GIB = 1 << 30
 _SHOWN = 10
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = _load(words)
         gpu = card(arguments.gpu) or arguments.gpu
-        planner = Planner(config, gpu, arguments.response_tokens, arguments.prompt_tokens)
+        lengths = arguments.response_tokens, arguments.prompt_tokens
+        planner = Planner(config, gpu, *lengths, _assumed(config, arguments.accepted))
         gpus = arguments.gpus or planner.config.gpus
         found = planner.candidates(gpus)
     except (ConfigError, InputError, PlanError) as error:
@@ -121,6 +123,28 @@ def _load(words: list[str]) -> RunConfig:
     return config
 
 
+def _assumed(config: RunConfig, accepted: float | None) -> Assumptions:
+    """With the acceptance of drafts, which no model tells. Raises PlanError."""
+    from openrlhf_ext.planning.candidate import PlanError
+    from openrlhf_ext.planning.seconds import Assumptions
+
+    drafts = config.vllm.speculative
+    if drafts.method == "none":
+        if accepted is not None:
+            raise PlanError(
+                f"--accepted is of drafts: got {accepted:g} and vllm.speculative.method none; set "
+                "the method, or leave --accepted out"
+            )
+        return Assumptions()
+    if accepted is None or not 0 <= accepted <= drafts.num_tokens:
+        raise PlanError(
+            f"--accepted must be from 0 to vllm.speculative.num_tokens = {drafts.num_tokens} with "
+            f"vllm.speculative.method {drafts.method}: got {'none' if accepted is None else accepted}"
+            "; give rollout/accepted of a run with these drafts"
+        )
+    return Assumptions(accepted=accepted)
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
     parser.add_argument(
@@ -136,6 +160,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--prompt_tokens",
         type=positive,
         help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)",
+    )
+    parser.add_argument(
+        "--accepted",
+        type=float,
+        help="with vllm.speculative.method: mean tokens of a draft that are accepted, as "
+        "rollout/accepted of a run",
     )
     parser.add_argument(
         "--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config"
@@ -178,6 +208,13 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
         "here):"
     )
     yield from (f"  {line}" for line in planner.clock.lines())
+    if (drafts := planner.config.vllm.speculative).method != "none":
+        yield (
+            f"  drafts of {drafts.num_tokens} tokens ({drafts.method}), of which "
+            f"{planner.assumed.accepted:g} are accepted (--accepted); a decoding step multiplies "
+            "every weight for all of them, and reads a head once for each (not compared with "
+            "published steps)"
+        )
     per_node = planner.config.actor.num_gpus_per_node
     yield (
         f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: set it if they have more than the "

@@ -74,6 +74,9 @@ def settings(config: RunConfig) -> Iterator[Violation]:
     for name, why in _OTHER_OPERATIONS.items():
         if value := value_of(config, name):
             yield _not_with(name, value_text(value), why, f"leave {name} out")
+    if (method := config.vllm.speculative.method) != "none":
+        why = "a step that checks drafts has more rows than one without"
+        yield _not_with("vllm.speculative.method", method, why, "leave it out")
     replay, level = config.train.routing_replay, "algo.advantage.is_correction_level"
     if replay != "off":
         why = "it is for mixtures of experts, which exact mode does not take"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from openrlhf_ext.config import exact_rules, precision
+from openrlhf_ext.config import drafts, exact_rules, precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, model_folder
 from openrlhf_ext.config.run_config import RunConfig
@@ -63,6 +63,7 @@ def trained_violations(config: TrainedConfig, *, chat: bool) -> Iterator[Violati
         yield from _adapter_rules(config, model)
     if isinstance(config, RunConfig):
         yield from exact_rules.model(config, model, option)
+        yield from drafts.of_model(config, model, option)
 
 
 def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[Violation]]:

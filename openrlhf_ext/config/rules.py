@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ext.config import exact_rules, precision
+from openrlhf_ext.config import drafts, exact_rules, precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import (
@@ -293,6 +293,16 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
             "vllm.lora adapter does not work with fp8.rollout_enable, because the engines' layers "
             "are in FP8: set vllm.lora merged, or leave fp8.rollout_enable out",
         )
+
+
+def heads_that_draft(config: RunConfig) -> Iterator[Violation]:
+    if config.vllm.speculative.method != "eagle3":
+        return
+    if config.fp8.rollout_enable:
+        why = "a head beside layers in FP8 was not tried"
+        yield drafts.not_with("eagle3", "fp8.rollout_enable", True, why)
+    if config.ds.lora.enabled and config.vllm.lora == "adapter":
+        yield drafts.not_with("eagle3", "vllm.lora", "adapter", "a head beside them was not tried")
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:
@@ -667,6 +677,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
     evaluations, streaming, reserved_keys, adaptive_kl, two_names, exact_rules.settings,
+    drafts.settings, heads_that_draft,
 )  # fmt: skip
 
 

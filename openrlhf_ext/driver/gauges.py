@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _NAMED_ABOVE = 1.5  # slowest rank / mean; above it, the terminal names the rank
 _NAMED_FROM_S = 1.0
+_DRAFTED_IN_A_STEP = 10  # tokens, in the time of a step without drafts
 
 # ---- speed
 
@@ -50,6 +52,35 @@ def throughput_gauges(
         if peak is not None:
             gauges[f"throughput/{phase}_mfu"] = tflops / peak
     return gauges
+
+
+# ---- drafts
+
+
+@dataclass
+class DraftWatch:
+    """Warns, once, of drafts that cost more than they give."""
+
+    _said: bool = False
+
+    def watch(self, step: int, record: Mapping[str, float], num_tokens: int) -> None:
+        """Looks at ``rollout/accepted`` of a step's record, which may be missing. A step that
+        checks ``num_tokens`` gives 1 + accepted tokens; each that it checks is taken for a tenth of
+        a step without drafts, its drafting included."""
+        accepted = record.get("rollout/accepted", math.inf)
+        least = num_tokens / _DRAFTED_IN_A_STEP
+        if accepted >= least or self._said:
+            return
+        self._said = True
+        logger.warning(
+            "step %d: drafts cost more than they give: %.2f of %d tokens of a draft were accepted "
+            "(rollout/accepted), they pay from %.2f on; train the head on this policy's texts, lower "
+            "vllm.speculative.num_tokens, or set vllm.speculative.method none",
+            step,
+            accepted,
+            num_tokens,
+            least,
+        )
 
 
 # ---- ranks

@@ -30,7 +30,7 @@ from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Described, Experience, ExperienceMaker
-from openrlhf_ext.driver.gauges import StepGauges, why_no_gradient
+from openrlhf_ext.driver.gauges import DraftWatch, StepGauges, why_no_gradient
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.processes import AuxiliaryModels
@@ -112,6 +112,7 @@ class TrainingLoop(Parts):
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
     _record: Mapping[str, float] = field(default_factory=dict, init=False)  # of the last step
+    _drafts: DraftWatch = field(default_factory=DraftWatch, init=False)
     _no_gradient_said: bool = field(default=False, init=False)
     _evaluation: Evaluation | None = field(default=None, init=False)  # beside training
     # state after the last step that this process finished
@@ -294,6 +295,7 @@ class TrainingLoop(Parts):
                 self.step,
                 why_no_gradient(groups, self.experience.algorithm, estimator),
             )
+        self._drafts.watch(self.step, record, self.config.vllm.speculative.num_tokens)
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
         if made.samples:
             self.recorder.samples.write(self.step, made.samples)

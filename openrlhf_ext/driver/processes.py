@@ -43,6 +43,7 @@ from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs, without_adapters
 from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.options import required
+from openrlhf_ext.options.sections import Speculative
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor, RewardActor
 from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.rewards.executor import make_executor
@@ -118,6 +119,7 @@ def start_engines(
         policy_path(config),
         config.vllm.num_engines,
         config.train.seed,
+        is_policy=True,
         tells_entropies=engine_entropies(config),
         adapter=travelling_adapter(config),
         routed_experts=config.replays_rollout,
@@ -145,6 +147,8 @@ def _create_engines(
     model_path: str,
     count: int,
     seed: int,
+    *,
+    is_policy: bool = False,
     tells_entropies: bool = False,
     adapter: tuple[int, tuple[str, ...]] | None = None,
     routed_experts: bool = False,
@@ -162,12 +166,14 @@ def _create_engines(
         )
     if use_gpu and config.rollout_dtype == "fp32":
         _require_no_bf16_kernels(fp8=layers is not None, adapters=adapter is not None)
-    resolved = {
+    resolved: dict[str, Any] = {
         "num_engines": count,
         "dtype": config.rollout_dtype,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_requests": max_requests(config, use_gpu),
     }
+    if not is_policy:  # a head drafts for one model
+        resolved["speculative"] = Speculative()
     return create_rollout_engines(
         model_path,
         config.vllm.model_copy(update=resolved),

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from openrlhf_ext.config import RunConfig, value_of
+from openrlhf_ext.config.drafts import read_head
 from openrlhf_ext.config.estimator import old_logprobs
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.inputs import did_you_mean
@@ -265,8 +266,15 @@ class Costs:
     def clock(self) -> Clock:
         gpu, given = GPUS[self.gpu_name], int((self.config.megatron.gpu_memory_gib or 0) * GIB)
         gpu = dataclasses.replace(gpu, memory=self.device_memory or given or gpu.memory)
+        drafts = self.config.vllm.speculative
         return Clock(
-            gpu, self.shape, self.work, self.sent, self.assumed, self.config.ds.optimizer_on_host
+            gpu,
+            self.shape,
+            self.work,
+            self.sent,
+            self.assumed,
+            self.config.ds.optimizer_on_host,
+            read_head(drafts.path) if drafts.method == "eagle3" and drafts.path else None,
         )
 
     # ---- one layout

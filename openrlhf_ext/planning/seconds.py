@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.drafts import Head
 from openrlhf_ext.megatron.mlps.moe import FULLEST_RANK
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -139,6 +140,7 @@ class Assumptions:
         engine_gib: memory of an engine worker besides weights and KV cache: activations, CUDA
             graphs.
         fixed_s: seconds of a step for grading, shaping, records and waking up.
+        accepted: mean tokens of a draft that are accepted, with `vllm.speculative`.
     """
 
     products: float = 0.69
@@ -152,6 +154,7 @@ class Assumptions:
     tail: float = 0.25
     engine_gib: float = 4.0
     fixed_s: float = 9.8
+    accepted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,8 @@ class Engines:
         parts: bytes on one of its GPUs, by part.
         kv_token_bytes: bytes of a token's keys and values on one of its GPUs, bf16.
         request_bytes: bytes that a request takes there whatever its length.
+        drafts: most tokens of a draft; 0: there are none.
+        head: bytes of the head that drafts.
         pool: bytes in vLLM's pool of weights: awake in every sync, and copied if the pool sleeps at
             level 1.
         lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it
@@ -204,6 +209,8 @@ class Engines:
     most: int
     prefix_caching: bool
     recipe: str
+    drafts: int
+    head: int
 
     @property
     def weights(self) -> int:
@@ -242,7 +249,8 @@ _GLOO_S_PER_GB = 1.15
 class Clock:
     """Predicts the seconds of a run's phases on one kind of GPU.
 
-    ``sent``: bytes of an update of the engines; ``on_host``: Adam's states are in host memory.
+    ``sent``: bytes of an update of the engines; ``on_host``: Adam's states are in host memory;
+    ``head``: what drafts in the engines, if a model does.
     """
 
     gpu: Gpu
@@ -251,6 +259,7 @@ class Clock:
     sent: int
     assumed: Assumptions = Assumptions()
     on_host: bool = False
+    head: Head | None = None
 
     # ---- rollout
 
@@ -271,14 +280,20 @@ class Clock:
         # v1/worker/gpu/sample/penalties.py:39-47).
         sampler = 4 * most * (shape.vocab_size + math.ceil(shape.vocab_size / 32))
         room = int(self.assumed.engine_gib * GIB)
+        drafting = 0
+        if (head := self.head) is not None:
+            drafting = _BF16 * (head.whole + (head.parameters - head.whole) // tp)
         left = int(config.gpu_memory_utilization * self.gpu.memory) - weights - room - sampler
+        left -= drafting
         parts = {
             "engine: weights": weights,
             KV_CACHE: max(0, left),
             "engine: sampler (requests x vocabulary)": sampler,
             "engine: activations, CUDA graphs (estimate)": room,
+            **({"engine: head that drafts": drafting} if drafting else {}),
         }
         token = shape.of_layers(lambda kind: kind.token_bytes(tp, _BF16))
+        token += _BF16 * math.ceil(head.cached / tp) if head is not None else 0
         request = shape.of_layers(lambda kind: kind.request_bytes(tp, _BF16))
         lacking = (self.work.prompt_tokens + self.work.longest) * token + request - left
         return Engines(
@@ -287,11 +302,13 @@ class Clock:
             parts,
             token,
             request,
-            weights + sampler,
+            weights + sampler + drafting,
             lacking,
             most,
             vllm.enable_prefix_caching,
             "blockwise" if fp8 else "",
+            vllm.speculative.num_tokens if vllm.speculative.method != "none" else 0,
+            drafting,
         )
 
     @cached_property
@@ -357,11 +374,13 @@ class Clock:
         return prefill / engines.tensor_parallel_size + full + tail
 
     def _decode(self, engines: Engines, batch: int) -> float:
-        """Seconds of one decoding step.
+        """Seconds of one decoding step for each token that a request gets by it.
 
-        Weights and KV cache are read once, and every weight is multiplied for every request. Only
-        experts that some request chooses are read, as if each request chose at random.
+        Weights and KV cache are read once, and every weight is multiplied for every request and
+        every token of its draft. Only experts that some token chooses are read, as if each chose at
+        random. A head is read once for each token of a draft.
         """
+        rows = batch * (1 + engines.drafts)
         tp, rate, shape = (
             engines.tensor_parallel_size,
             self.gpu.hbm * 1e9 * self.assumed.memory,
@@ -369,13 +388,16 @@ class Clock:
         )
         read = float(engines.weights)
         if shape.num_experts:
-            unread = (1 - shape.experts_per_token / shape.num_experts) ** batch
+            unread = (1 - shape.experts_per_token / shape.num_experts) ** rows
             read *= 1 - unread * shape.num_layers * shape.mlp.expert_weights / self.parameters
         weights = read / rate
-        products = batch * self._products(2 * self.active, engines.recipe) / tp
+        products = rows * self._products(2 * self.active, engines.recipe) / tp
         # A state is read and written.
         cache = batch * (self._request_bytes(engines) + engines.request_bytes) / rate
-        return max(weights, products) + cache + shape.num_layers * self.assumed.layer_us * 1e-6
+        layer = self.assumed.layer_us * 1e-6
+        drafting = engines.drafts * (engines.head / rate + layer) if engines.head else 0.0
+        step = max(weights, products) + cache + shape.num_layers * layer + drafting
+        return step / (1 + self.assumed.accepted)
 
     def _products(self, flops: float, recipe: str = "") -> float:
         gain = FP8_GAIN[recipe] if recipe and self.gpu.has_fp8 else 1.0

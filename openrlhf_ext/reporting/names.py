@@ -52,6 +52,10 @@ METRICS = (
         "with `train.exact_rollout_enable`: completion tokens whose log-probs of policy and engine are the same "
         "bits, of those that the current weights sampled (of the batch's first update, if it has several); "
         "missing if there are none"),
+    Metric("rollout/accepted", "tokens",
+        "with `vllm.speculative.method`: tokens of a draft that were accepted, mean over the drafts of the "
+        "completions that ended in the step; the step that checked a draft gave one token more. Missing if none was "
+        "drafted"),
     Metric("guide/fraction", "fraction", "completions of the step that the guide sampled; only with a guide"),
     Metric("guide/reward_mean", "reward", "`reward/mean` of the guide's completions"),
     Metric("guide/accuracy_mean", "fraction", "`accuracy/mean` of the guide's completions"),

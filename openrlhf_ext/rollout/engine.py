@@ -160,6 +160,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._responding = OverlapTimer()
         self._num_tokens = 0
         self._num_sequences = 0
+        self._drafts = self._accepted = 0
         self._last_finished = time.monotonic()
         self._weight_version = 0
         self._versions = TokenVersions()
@@ -195,6 +196,10 @@ class RolloutEngine(compat.RolloutRayActor):
         self._require_valid_weights()
         self._last_finished = time.monotonic()
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        for completion in output.outputs:
+            if (told := completion.spec_decode_metrics) is not None:
+                self._drafts += sum(told.histogram)
+                self._accepted += sum(n * times for n, times in enumerate(told.histogram))
         self._num_sequences += len(output.outputs)
         return output
 
@@ -442,11 +447,13 @@ class RolloutEngine(compat.RolloutRayActor):
         stats = {
             "generated_tokens": self._num_tokens,
             "generated_sequences": self._num_sequences,
+            "drafts": self._drafts,
+            "accepted": self._accepted,
             "generation_s": generation_s,
             "exposed_grading_s": max(0.0, response_s - generation_s),
             "reward_failures": self.executor.take_failures(),
         }
-        self._num_tokens = self._num_sequences = 0
+        self._num_tokens = self._num_sequences = self._drafts = self._accepted = 0
         return stats
 
     async def ping(self) -> None:

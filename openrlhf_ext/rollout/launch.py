@@ -27,6 +27,8 @@ _GPU_BATCH = (1024, 8192)
 128 and 2048)."""
 _CPU_BATCH = (256, 4096)
 """vLLM's 128 sequences leave a tenth of the speed of a tiny model unused."""
+_NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+"""Lengths of the ends of a text that are looked for in it."""
 _SHARE = 0.2
 """Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
 _OTHER_CALLS = 100
@@ -173,6 +175,25 @@ def _model_args(
         "tensor_parallel_size": options.tensor_parallel_size,
         "disable_log_stats": True,
         "hf_overrides": overrides,
+        **_draft_args(options),
+    }
+
+
+def _draft_args(options: Vllm) -> dict[str, Any]:
+    """Of drafts, and of vLLM's own counts of them. The head stays when a sleep gives up the weights:
+    no update brings it."""
+    drafts = options.speculative
+    if drafts.method == "none":
+        return {}
+    how: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.num_tokens}
+    if drafts.method == "ngram":
+        how |= _NGRAM
+    else:
+        how["model"] = drafts.path
+    return {
+        "speculative_config": how,
+        "per_request_spec_decode_metrics": "summary",
+        "sleep_preserve_parameter_names": ["draft.*"],
     }
 
 

@@ -190,6 +190,8 @@ class _AtEnd:
     """Mixed into a vLLM scheduler, which provides the first attributes."""
 
     vllm_config: VllmConfig
+    num_spec_tokens: int
+    running: list[Any]
     aux_output_connector: AuxOutputSchedulerConnector | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -197,13 +199,30 @@ class _AtEnd:
         if asks_first_runner(self.vllm_config):
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._kept: dict[str, _Kept] = {}
+        self._of_tokens: set[str] = set()
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
+        if request.sampling_params is not None and request.sampling_params.logprob_token_ids:
+            self._of_tokens.add(request.request_id)
         if request.sampling_params is not None and (request.sampling_params.extra_args or {}).get(
             _KEY
         ):
             self._kept[request.request_id] = _Kept()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedules a step without drafts while a request wants the log-probs of given tokens (the
+        probe): a step with drafts has none of them, and ends vLLM's first runner (vllm 0.32.0
+        v1/sample/rejection_sampler.py:201)."""
+        if not (self._of_tokens and self.num_spec_tokens):
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        for request in self.running:
+            request.spec_token_ids = []
+        drafts, self.num_spec_tokens = self.num_spec_tokens, 0  # nor in a request's first step
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.num_spec_tokens = drafts
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         if model_runner_output.logprobs is not None and self._kept:
@@ -214,7 +233,10 @@ class _AtEnd:
             self._keep_experts(outputs)
         for batch in outputs.values():
             for output in batch.outputs:
-                if output.finish_reason is not None and output.request_id in self._kept:
+                if output.finish_reason is None:
+                    continue
+                self._of_tokens.discard(output.request_id)
+                if output.request_id in self._kept:
                     output.routed_experts = self._kept.pop(output.request_id).packed()
         return outputs
 
@@ -230,6 +252,7 @@ class _AtEnd:
         ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         for request in ended:
             self._kept.pop(request.request_id, None)
+            self._of_tokens.discard(request.request_id)
         return ended
 
 

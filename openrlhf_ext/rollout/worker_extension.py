@@ -103,8 +103,10 @@ class WeightSyncExtension:
             for name in ("gather_logprobs", "gather_specific_token_logprobs"):
                 setattr(sampler, name, _with_entropies(getattr(sampler, name)))
         else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:183)
-            module = sys.modules[type(sampler).__module__]
-            setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
+            of_drafts = getattr(self.model_runner, "rejection_sampler", None)
+            for each in filter(None, (sampler, of_drafts)):
+                module = sys.modules[type(each).__module__]
+                setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
 
     def begin_walk(self) -> None:
         """Records what modules compute, until `end_walk`."""

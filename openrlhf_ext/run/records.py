@@ -236,6 +236,8 @@ def step_record(
     }
     record["time/generate"] = max(stats["generation_s"] for stats in engines)
     record["time/grade"] = max(stats["exposed_grading_s"] for stats in engines)
+    if drafts := sum(stats["drafts"] for stats in engines):
+        record["rollout/accepted"] = sum(stats["accepted"] for stats in engines) / drafts
     busy = [stats["generation_s"] + stats["exposed_grading_s"] for stats in engines]
     record["time/idle_engines"] = max(0.0, record["time/step"] - sum(busy) / len(busy))
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks import plan as benchmark
 from benchmarks import record
@@ -67,6 +68,32 @@ def test_a_plan_is_made_for_sequences_that_an_attention_window_holds(tmp_path, c
     model = ["--actor.model_name_or_path", str(tmp_path), "--gpus", "2", "--data.max_len"]
     assert plan.main([*model, "2048"]) == 0 and plan.main([*model, "2049"]) == 2
     assert "got 2049 > 2048 tokens; set data.max_len to at most 2048" in capsys.readouterr().err
+
+
+def test_drafts_cost_memory_and_are_planned_with_an_acceptance(tmp_path, capsys):
+    sizes = {"hidden_size": 3584, "vocab_size": 152064, "num_attention_heads": 28, "head_dim": 128}
+    own = {"model_type": "llama", "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | own))
+    entries = 3 * 3584 * 3584 + 10**6
+    save_file(
+        {"fc.weight": torch.zeros(entries, dtype=torch.bfloat16)}, tmp_path / "head.safetensors"
+    )
+    asked = [*QWEN25_7B, "--gpus", "8", "--vllm.tensor_parallel_size", "2"]
+    drafts = ["--vllm.speculative.method", "eagle3", "--vllm.speculative.path", str(tmp_path)]
+    assert plan.main([*asked, *drafts]) == 2
+    assert "--accepted must be from 0 to vllm.speculative.num_tokens = 3" in capsys.readouterr().err
+    assert plan.main([*asked, "--accepted", "1"]) == 2
+    assert "got 1 and vllm.speculative.method none" in capsys.readouterr().err
+    seconds = []
+    for words in ([], [*drafts, "--accepted", "0"], [*drafts, "--accepted", "1.5"]):
+        out = tmp_path / f"plan{len(seconds)}.json"
+        assert plan.main([*asked, *words, "--json", str(out)]) == 0
+        first = json.loads(out.read_text())["configured"]
+        seconds.append(first["seconds"]["rollout"])
+    assert "of which 1.5 are accepted (--accepted)" in capsys.readouterr().out
+    held = first["memory"]["sampling"]["engine: head that drafts"]
+    assert held == 2 * (3 * 3584 * 3584 + 10**6 // 2)
+    assert seconds[2] < seconds[0] < seconds[1]
 
 
 def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):

@@ -30,6 +30,7 @@ from openrlhf_ext.driver.description import (
     text_metrics,
 )
 from openrlhf_ext.driver.gauges import (
+    DraftWatch,
     StepGauges,
     rank_gauges,
     throughput_gauges,
@@ -307,6 +308,16 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
         "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean"
         in message
     )
+
+
+def test_drafts_that_do_not_pay_are_one_warning(caplog):
+    watch = DraftWatch()
+    for step, accepted in enumerate((1.2, 0.3, 0.29, 1.0, 0.1)):
+        watch.watch(step, {"rollout/accepted": accepted}, 3)
+        watch.watch(step, {}, 3)
+    (message,) = caplog.messages
+    assert "step 2: drafts cost more than they give: 0.29 of 3 tokens" in message
+    assert "they pay from 0.30 on" in message
 
 
 # ---- as Simoni et al. draw them

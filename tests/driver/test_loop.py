@@ -188,7 +188,8 @@ class World:
     def _of_engines(self, method: str) -> list:
         if method == "weight_version":
             return [self.version]
-        return [{"generation_s": 0.1, "exposed_grading_s": 0.0, "reward_failures": []}]
+        stats = dict.fromkeys(("exposed_grading_s", "drafts", "accepted"), 0)
+        return [{"generation_s": 0.1, "reward_failures": [], **stats}]
 
     def record(self, step: int, metrics: dict, engines: list) -> dict:
         assert metrics["time/step"] > 0 and metrics["groups/in_flight"] == 0

@@ -38,6 +38,7 @@ COMMON = {
     "rollout__max_new_tokens": 256,
     "rollout__micro_batch_size": 8,
     "vllm__max_requests": 32,
+    "vllm__speculative__method": "ngram",
 }
 RUNS = {
     "async": {

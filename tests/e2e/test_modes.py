@@ -113,6 +113,13 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
     assert after[0]["kl/rollout_max_abs"] < 1e-3, "the engines have the weights of the checkpoint"
 
 
+def test_drafts_change_nothing_and_are_counted(task):
+    records = [record for name in RUNS for record in steps_of(task, name)]
+    # of a policy that hardly repeats itself; tests/rollout/test_drafts.py has more
+    assert any(0 <= record.get("rollout/accepted", -1) <= 3 for record in records)
+    assert all(r["kl/rollout"] < 1e-9 for r in records if r["staleness/max"] == 0)
+
+
 def test_every_sample_is_graded_once_and_trained_on_once(task):
     graded = Counter((task.folder / "graded").read_text().splitlines())
     for i in range(PROMPTS):

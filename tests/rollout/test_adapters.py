@@ -170,11 +170,11 @@ class Rig:
         scored = ray.get(self.engine.probe_logprobs.remote(PROBE), timeout=PATIENCE_S)
         return check_sync(expected, [scored], TOLERANCE, self.version)
 
-    def sample(self, length: int = 20, method: str = "generate") -> Any:
+    def sample(self, length: int = 20, method: str = "generate", temperature: float = 1.0) -> Any:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, logprobs=0
+            max_tokens=length, ignore_eos=True, temperature=temperature, seed=1, logprobs=0
         )
         return ray.get(getattr(self.engine, method).remote(PROBE[:8], params), timeout=PATIENCE_S)
 
@@ -269,6 +269,7 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                     kv_cache_mib=32,
                     max_requests=16,
                     enable_prefix_caching=True,
+                    speculative={"method": "ngram"},
                 ),
                 seed=3,
                 max_model_len=256,
@@ -309,6 +310,17 @@ def test_before_the_first_adapter_the_base_answers_and_afterwards_it_does_as_in_
     tokens = [*PROBE[:8], *after.outputs[0].token_ids]
     assert (one.logprobs(tokens)[7:] - logprobs_of(after)).abs().max() < TOLERANCE
     assert before.outputs[0].token_ids != after.outputs[0].token_ids
+
+
+def test_drafts_are_checked_with_the_adapter(rig: Rig) -> None:
+    one, cold = rig.adapter(9), 0.05  # which repeats itself
+    rig.send(one.sent)
+    output = rig.sample(100, temperature=cold)
+    (completion,) = output.outputs
+    assert sum(completion.spec_decode_metrics.histogram[1:]) > 0
+    tokens = [*PROBE[:8], *completion.token_ids]
+    ours = tiny.logprobs(one.model, tokens, cold)[7:]
+    assert (ours - logprobs_of(output)).abs().max() < TOLERANCE / cold
 
 
 def test_some_targets_are_adapted_and_the_others_lose_what_they_had(rig: Rig) -> None:

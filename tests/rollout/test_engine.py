@@ -44,10 +44,10 @@ TOLERANCE = 1e-4
 class Rig:
     """The engine, a sender, and the model whose weights were sent last."""
 
-    def __init__(self, engine: Any, tied: bool) -> None:
+    def __init__(self, engine: Any, tied: bool, vocab: int = tiny.VOCAB) -> None:
         self.engine = engine
-        self.tied = tied
-        self.model = tiny.random_model(seed=0, tied=tied)
+        self.tied, self.vocab = tied, vocab
+        self.model = tiny.random_model(seed=0, tied=tied, vocab=vocab)
         # Buckets smaller than a layer: vLLM must be able to keep the first tensors of a layer until
         # it has the rest.
         plan = plan_of(dict(self.tensors()), 20_000)
@@ -63,7 +63,7 @@ class Rig:
         ]
 
     def send(self, seed: int, change: Any = None) -> SendReport:
-        self.model = tiny.random_model(seed, self.tied)
+        self.model = tiny.random_model(seed, self.tied, self.vocab)
         self.version += 1
         tensors: Iterable[tuple[str, Tensor]] = self.tensors()
         if not self.sender.connected:  # after an update that failed
@@ -73,21 +73,24 @@ class Rig:
         )
 
     def check(self) -> float:
-        def score(length: int) -> list[list[float]]:
-            return [ray.get(self.engine.probe_logprobs.remote(PROBE[:length]))]
+        probe = [token % self.vocab for token in PROBE]
 
-        ours = tiny.logprobs(self.model, PROBE)
+        def score(length: int) -> list[list[float]]:
+            return [ray.get(self.engine.probe_logprobs.remote(probe[:length]))]
+
+        ours = tiny.logprobs(self.model, probe)
         return check_sync(ours, score(len(PROBE)), TOLERANCE, self.version, score=score)
 
     def generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
+        return ray.get(self.begin(prompts, **params), timeout=PATIENCE_S)
+
+    def begin(self, prompts: list[list[int]], **params: Any) -> list[Any]:
         from vllm import SamplingParams
 
         asked = SamplingParams(
             **{"max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "logprobs": 1, **params}
         )
-        return ray.get(
-            [self.engine.generate.remote(prompt, asked) for prompt in prompts], timeout=PATIENCE_S
-        )
+        return [self.engine.generate.remote(prompt, asked) for prompt in prompts]
 
 
 def start(model_path: Path, **options: Any) -> Any:

@@ -37,7 +37,7 @@ def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     label = "FP8 blockwise e4m3 fp32, EMULATED"
     fp8 = {"enable": True, "emulate": True, "format": "e4m3"}
     recorder = recorder_of(config(tmp_path, fp8=fp8), 2, title="grpo, toy")
-    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
+    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0, "drafts": 0, "accepted": 0}]
     names = ("accuracy", "accuracy_stderr", "score_mean", "score_mean_stderr", "samples")
     evaluation = {f"eval/{name}": 1.0 for name in names}
     with caplog.at_level(logging.INFO, logger=records.__name__):
@@ -63,7 +63,7 @@ def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(
     recorder.step(
         1,
         {"time/step": 2.0, "tokens/generated": 10.0},
-        [{"generation_s": 1.0, "exposed_grading_s": 0.0}],
+        [{"generation_s": 1.0, "exposed_grading_s": 0.0, "drafts": 0, "accepted": 0}],
     )
     recorder.close()
     assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
@@ -79,8 +79,18 @@ def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(
     assert "metrics.jsonl cannot be read: No such file" in caplog.messages[-1]
 
 
+def test_drafts_are_counted_over_all_engines():
+    engines = [
+        {"generation_s": 1.0, "exposed_grading_s": 0.0, "drafts": drafts, "accepted": accepted}
+        for drafts, accepted in ((30, 40), (10, 0))
+    ]
+    logs = {"time/step": 2.0, "tokens/generated": 10.0}
+    assert records.step_record(logs, engines)["rollout/accepted"] == 1.0
+    assert "rollout/accepted" not in records.step_record(logs, [engines[0] | {"drafts": 0}])
+
+
 def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
-    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
+    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0, "drafts": 0, "accepted": 0}]
     gone = [(2.0, 0.0, 0.0), (2.0, 0.0, 0.0), (5.0, 1.0, 0.0), (5.0, 1.0, 3.0)]
     told = {}
     for resume_step in (0, 10):

@@ -18,11 +18,11 @@ from openrlhf_ext.options.sections.models import (
     Megatron,
     Ref,
 )
-from openrlhf_ext.options.sections.rollout import Reward, Rollout, Vllm, WeightSync
+from openrlhf_ext.options.sections.rollout import Reward, Rollout, Speculative, Vllm, WeightSync
 from openrlhf_ext.options.sections.run import Ckpt, Data, Logger, Profile, Train
 
 __all__ = [
     "Actor", "Adam", "Advantage", "Algo", "Ckpt", "Critic", "CriticAdam", "Data", "DeepSpeed", "Eval",
-    "Guide", "HeldOutSet", "Kl", "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Train", "Vllm",
-    "WeightSync",
+    "Guide", "HeldOutSet", "Kl", "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Speculative", "Train",
+    "Vllm", "WeightSync",
 ]  # fmt: skip

@@ -10,6 +10,37 @@ from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meani
 # an option has its default, its meaning and its bounds, as in a table
 
 
+class Speculative(Section):
+    """Drafts for rollouts: something cheap guesses the next tokens, and one step of the model checks
+    all of them. Tokens and log-probs stay the policy's (rejection sampling)."""
+
+    needs = {
+        "vllm.speculative.method!=none": ("num_tokens",),
+        "vllm.speculative.method=eagle3": ("path",),
+    }
+
+    method: Literal["none", "ngram", "eagle3"] = added(
+        "none",
+        "what drafts tokens in the rollout engines: ngram = what followed the same last 2 to 5 "
+        "tokens earlier in the text; eagle3 = the EAGLE-3 head of vllm.speculative.path, which "
+        "training leaves as it is; none = nothing",
+    )
+    num_tokens: Int = added(3, "most tokens of one draft", ge=1, le=16)
+    path: str | None = added(
+        None,
+        "folder of an EAGLE-3 head for the policy's model (config.json and safetensors)",
+        path="input",
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        if self.method == "eagle3" and self.path is None:
+            yield Violation(
+                ("vllm.speculative.method", "vllm.speculative.path"),
+                "vllm.speculative.method eagle3 needs a head: got no vllm.speculative.path; set it "
+                "to the folder of an EAGLE-3 head, or use vllm.speculative.method ngram",
+            )
+
+
 class Vllm(Section):
     """The rollout engines."""
 
@@ -113,6 +144,7 @@ class Vllm(Section):
         "seconds",
         gt=0,
     )
+    speculative: Speculative = Speculative()
 
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way

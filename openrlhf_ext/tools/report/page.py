@@ -248,8 +248,8 @@ _HEADLINES = (
 )
 _KEY_CURVES = (
     "reward/mean", "accuracy/mean", "eval/accuracy", "score/mean", "eval/score_mean", "entropy/mean",
-    "entropy/completion_mean", "response/length_mean", "kl/rollout", "rollout/bit_equal", "loss/policy",
-    "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
+    "entropy/completion_mean", "response/length_mean", "kl/rollout", "rollout/bit_equal", "rollout/accepted",
+    "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
 )  # fmt: skip
 _SCORES = {"score/mean": "accuracy/mean", "eval/score_mean": "eval/accuracy"}
 _LEVELS = {"entropy/completion_mean": [math.log(2), "ln 2"]}  # marked on a curve
