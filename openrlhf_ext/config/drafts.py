@@ -72,22 +72,9 @@ def settings(config: RunConfig) -> Iterator[Violation]:
     method = config.vllm.speculative.method
     if method == "none":
         return
-    for option, is_there, value, why in (
-        (
-            "train.routing_replay",
-            config.replays_rollout,
-            "rollout",
-            "experts are told of every token that was computed, also of drafts that were dropped",
-        ),
-        (
-            "train.full_determinism_enable",
-            config.train.full_determinism_enable,
-            True,
-            "which random numbers a token takes depends on the drafts that a step has room for",
-        ),
-    ):
-        if is_there:
-            yield not_with(method, option, value, why)
+    if config.replays_rollout:
+        why = "experts are told of every token that was computed, also of drafts that were dropped"
+        yield not_with(method, "train.routing_replay", "rollout", why)
 
 
 def not_with(method: str, option: str, value: object, why: str) -> Violation:

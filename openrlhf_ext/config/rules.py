@@ -742,6 +742,12 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
             "train.full_determinism_enable with train.max_staleness above 0: which group finishes "
             "first, and which token first uses new weights, depends on timing, so two runs differ"
         )
+    if config.vllm.speculative.method != "none" and config.train.full_determinism_enable:
+        yield (
+            "train.full_determinism_enable with vllm.speculative.method "
+            f"{config.vllm.speculative.method}: which random numbers a token takes depends on the "
+            "drafts that its step has room for, so two runs may differ where steps are full"
+        )
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
         yield (
             f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below "

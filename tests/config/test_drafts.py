@@ -37,11 +37,10 @@ def test_what_drafts_do_not_work_with_is_in_one_report(problems, head):
     (message,) = problems(*NGRAM, "--train.exact_rollout_enable")
     assert "train.exact_rollout_enable does not work with vllm.speculative.method ngram" in message
     found = problems(
-        *head(), "--train.full_determinism_enable", "--fp8.rollout_enable", "--ds.lora.rank", "4",
+        *head(), "--fp8.rollout_enable", "--ds.lora.rank", "4",
         "--vllm.lora", "adapter",
     )  # fmt: skip
     for option in (
-        "train.full_determinism_enable true",
         "fp8.rollout_enable true",
         "vllm.lora adapter",
     ):
