@@ -26,6 +26,8 @@ LIBRARIES_READ = {
     "_postprocess": "Megatron's GPTModel.forward",
     "moe_layer_recompute": "Megatron's MoELayer.forward",
     "get_replay_topk": "Megatron's topk_routing_with_score_function, of a router's replay",
+    "opaque_attention_op": "vLLM's attention layers, of their platform",
+    "skip_clone": "vLLM's SamplingParams.clone",
     "point": "Megatron's token dispatcher, of its copies to the host",
     "_maybe_dtoh_and_synchronize": "Megatron's token dispatcher, of itself",
     "cuda_dtoh_stream": "Megatron's token dispatcher, of its class",

@@ -458,6 +458,8 @@ def test_warnings(load):
     assert "is_correction_level is off" in warning
     (warning,) = load("--algo.dynamic_filtering_range", "0.1", "0.9").warnings
     assert "algo.dynamic_filtering_enable is off" in warning
+    drafts = ("--vllm.speculative.method", "ngram", "--train.full_determinism_enable")
+    assert any("vllm.speculative.method ngram" in each for each in load(*drafts).warnings)
 
 
 @pytest.mark.parametrize(
