@@ -28,7 +28,6 @@ __all__ = [
     "MetricsWriter",
     "ProgressLine",
     "RunStatus",
-    "HeldOutWriter",
     "SampleWriter",
     "TerminalHandler",
     "chosen_groups",
