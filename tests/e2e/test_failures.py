@@ -51,10 +51,12 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     for part in (
         "ZeroDivisionError: no grade",
         "--reward.max_failures",
-        "3 samples could not be graded",
         " + ",
     ):
         assert part in job.text, job.text
+    # what was being graded when the third failed may have failed too
+    (failed,) = re.findall(r"(\d+) samples could not be graded", job.text)
+    assert int(failed) > 2, job.text
     *_, last = [record for _, record in read_lines(tmp_path / "out/events.jsonl")]
     assert last["event"] == "failure" and "ZeroDivisionError: no grade" in last["error"]
 

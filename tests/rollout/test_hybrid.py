@@ -225,7 +225,9 @@ def test_tensors_are_summed_where_an_engine_holds_them(
 ) -> None:
     """But those of linear layers that are packed for a CPU; of two workers none is."""
     packed = 4 + 5 * (LAYERS - 1) + 3 * LAYERS
-    for name, received in (("fp32", packed), ("kernels", packed), ("two", 0)):
+    # without AVX-512 oneDNN takes no bf16, and vLLM packs nothing
+    packed_bf16 = packed if torch.cpu._is_avx512_supported() else 0
+    for name, received in (("fp32", packed), ("kernels", packed_bf16), ("two", 0)):
         rig = rigs[name]
         caplog.clear()
         rig.senders[0]._told = False
