@@ -17,8 +17,8 @@ TP2 = {"tp": 2, "sp": True}
 @pytest.mark.parametrize(
     ("size", "key_heads", "layouts", "tolerance"),
     [
-        (1, 2, [{}], 3e-5),
-        (2, 2, [TP2, {"ep": 2}, TP2 | {"ep": 2}, {"pp": 2}], 3e-5),
+        (1, 2, [{}], 1e-4),
+        (2, 2, [TP2, {"ep": 2}, TP2 | {"ep": 2}, {"pp": 2}], 1e-4),
         # more ranks than key-value heads; the decays' gradients in fp32 are off by 4e-5 on one rank
         # and by 1.2e-4 on two
         (4, 4, [{"tp": 4, "sp": True}], 5e-4),
