@@ -21,9 +21,10 @@ Policies:
           the same in bf16, by default where the processor has instructions for it. TRL keeps
           weights and Adam's states in bf16, this project in fp32
 
-A record keeps the rows of other processors: seconds of one processor do not compare with those of
-another. One run after the other. A finished run stays in --work, and the next call does not repeat it unless
-its settings or, for this project, its code have changed: an interrupted benchmark continues.
+A record keeps the rows that it has of other processors, policies, and systems: seconds of one
+processor do not compare with those of another. One run after the other. A finished run stays in
+--work, and the next call does not repeat it unless its settings or, for this project, its code have
+changed: an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -615,7 +616,7 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
 
 
 def identity(row: dict[str, Any]) -> tuple[str, ...]:
-    """What makes two rows rows of the same."""
+    """The key of a row: its processor, policy, and system."""
     return row["processor"], row["policy"], row["system"]
 
 
@@ -731,7 +732,7 @@ def by_processor(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def medians(result: dict[str, Any]) -> dict[tuple[str, ...], dict[str, float]]:
-    """By what a row is of; rows of runs that failed have none."""
+    """The medians of each row, by its key. Leaves out rows of runs that failed."""
     return {
         identity(row): {
             name: value["median"]
@@ -741,40 +742,6 @@ def medians(result: dict[str, Any]) -> dict[tuple[str, ...], dict[str, float]]:
         for row in result["systems"]
         if "error" not in row
     }
-
-
-def reasons() -> str:
-    """Where the time goes, beside TRL's, on the processor that was measured last."""
-    result = common.load(RESULT.name)
-    found = {key[1:]: row for key, row in medians(result).items() if key[0] == result["device"]}
-    toy, toy_trl, large, large_trl = (
-        found[policy, system] for policy in ("toy", "large") for system in ("ours", "trl")
-    )
-    one, large_one = found["toy", "ours-1-engine"], found["large", "ours-1-engine"]
-    stream, large_stream = found["toy", "ours-streaming"], found["large", "ours-streaming"]
-    return common.wrapped(
-        "\n".join(
-            [
-                f"- **Generation**: {toy['generate']:.2f} s of a toy step against "
-                f"{toy_trl['generate']:.2f} s of transformers' batch, {large['generate']:.1f} s "
-                f"against {large_trl['generate']:.1f} s with 20 million parameters and 200 "
-                "tokens. An engine on CPU has one thread, and with a small policy much of its "
-                "time is Python for each token. Two engines on the cores that the ranks leave "
-                f"idle take {toy['generate'] / one['generate']:.2f} of the time of one "
-                f"({large['generate'] / large_one['generate']:.2f} with the large policy), which "
-                "is why the quickstart has two.",
-                f"- **Training**: {toy['train']:.2f} s against {toy_trl['train']:.2f} s, "
-                f"{large['train']:.1f} s against {large_trl['train']:.1f} s: two replicas of a "
-                "rank against two threads. Most of a large step are matrix products.",
-                f"- **Weight sync**, which TRL does not need: {toy['sync']:.2f} s and "
-                f"{large['sync']:.2f} s.",
-                "- **Streaming** (`--train.max_staleness 1`, all on the same two cores): "
-                f"{stream['step']:.2f} s a step against {toy['step']:.2f} s on the toy policy, "
-                f"{large_stream['step']:.1f} s against {large['step']:.1f} s on the large one. "
-                "Nobody waits, and two cores have no more to give.",
-            ]
-        )
-    )
 
 
 def laptop() -> str:
@@ -788,15 +755,17 @@ def laptop() -> str:
             f"{found[processor, row['policy'], 'trl']['step']:.2f} s {SAID[row['policy']]}"
             for row in rows
             if row["system"] == "ours"
+            and {identity(row), (processor, row["policy"], "trl")} <= found.keys()
         )
-        parts.append(f"{steps} ({processor})")
+        if steps:
+            parts.append(f"{steps} ({processor})")
     return common.wrapped(
         "- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes, here and there, "
         f"{'; '.join(parts)} ([record](../benchmarks/results/end_to_end_cpu.json))."
     )
 
 
-TEXTS = {"table": document, "reasons": reasons, "laptop": laptop}
+TEXTS = {"table": document, "laptop": laptop}
 
 
 # --------------------------------------------------------------------------------------------------
